@@ -1,0 +1,123 @@
+"""Opening a model: settings in, a ready engine out.
+
+Everything that can be wrong with a checkpoint is found here, before memory is allocated: headers, shapes, scales
+(coli/formats, coli/models/*_layout), the context against the model's limit, the budget against the floor. The
+tokenizer is read on a thread meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from coli import memory
+from coli.chat import ChatTemplate, stop_ids
+from coli.errors import ModelError, UsageError
+from coli.experts import ExpertStore, expert_record, stored_kind
+from coli.formats.checkpoint import Checkpoint
+from coli.models import find, qwen38, qwen38_layout
+from coli.models.base import Weights
+from coli.models.qwen38_geometry import Geometry
+from coli.program.cache import Kernels
+from coli.program.cpu import Team, default_threads
+from coli.report import size
+from coli.settings import Settings, no_effect
+from coli.tokenizer import Tokenizer
+
+
+class Engine:
+    """A loaded model with its tokenizer, thread team and expert cache. Use `Engine.open`; close it when done."""
+
+    name = "qwen38"
+
+    def __init__(self, settings: Settings, checkpoint: Checkpoint, geometry: Geometry, path: Path,
+                 on_progress: Callable[[str], None] | None) -> None:
+        started = time.perf_counter()
+        self.settings, self.checkpoint, self.geometry, self.model_path = settings, checkpoint, geometry, path
+        self.notes: list[str] = no_effect(settings, self.name)
+        self.ctx = _context(settings, geometry)
+        self.threads = settings.threads or default_threads()
+        with ThreadPoolExecutor(1) as pool:
+            tokenizer: Future[Tokenizer] = pool.submit(Tokenizer.load, path)
+            kernels = Kernels(settings.cache_dir, simd=settings.simd, on_progress=on_progress)
+            self.team = Team(kernels, self.threads)
+            self._open_model(kernels)
+            self.tokenizer = tokenizer.result()
+        self.notes += kernels.notes
+        self.stop_ids = stop_ids(path, checkpoint.raw_config)
+        self.load_s = time.perf_counter() - started
+
+    @classmethod
+    def open(cls, settings: Settings, on_progress: Callable[[str], None] | None = None) -> Engine:
+        """Raises ModelError, DoesNotFit or UsageError; nothing stays allocated then."""
+        path = find.find(settings.model)
+        checkpoint = Checkpoint.open(path)
+        try:
+            if checkpoint.config.get("model_type") not in qwen38_layout.MODEL_TYPES:
+                raise ModelError(f"model type {checkpoint.config.get('model_type')!r} is not one coli runs",
+                                 path / "config.json", f"it runs {', '.join(qwen38_layout.MODEL_TYPES)}")
+            geometry = qwen38_layout.geometry(checkpoint.config, path / "config.json")
+            qwen38_layout.check(checkpoint, geometry)
+            return cls(settings, checkpoint, geometry, path, on_progress)
+        except BaseException:
+            checkpoint.close()
+            raise
+
+    def _open_model(self, kernels: Kernels) -> None:
+        g, settings = self.geometry, self.settings
+        self.limit = min(settings.prefill_chunk, self.ctx)
+        kind, block = stored_kind(self.checkpoint, g)
+        slot = expert_record(kind, g, block).nbytes
+        self.terms = memory.terms(
+            qwen38.state_spec(g), dense=qwen38_layout.sizes(self.checkpoint, g).dense, ctx=self.ctx,
+            workspace=qwen38.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
+        )
+        budget = settings.ram or memory.default_budget()
+        fits = memory.choose_cap(budget, self.terms, layers=g.layers, experts=g.experts, slot_bytes=slot)
+        self.cap = min(settings.cap or fits, fits, g.experts)
+        if settings.cap and self.cap < settings.cap < g.experts:
+            self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
+        store = ExpertStore(self.checkpoint, g, self.cap, threads=max(4, self.threads))
+        weights = Weights(self.checkpoint, trunk_int8=settings.trunk_int8, activations=settings.act)
+        self.model = qwen38.Qwen38(self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit)
+        self.store, self.weights = store, weights
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        return ChatTemplate.load(self.model_path, self.tokenizer)
+
+    def geometry_facts(self) -> dict[str, Any]:
+        """The geometry as plain JSON values."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.geometry).items()}
+
+    def banner(self) -> str:
+        dense = "int8 rows" if self.settings.trunk_int8 else "as stored"
+        return (
+            f"coli {self.name} · {self.model_path.name} ({size(self.checkpoint.nbytes)}) · "
+            f"experts {self.store.record.kind}, {self.cap} of {self.geometry.experts} a layer in memory · "
+            f"dense weights {dense} · context {self.ctx:,} · {self.threads} thread{'s' * (self.threads > 1)}"
+        )
+
+    def close(self) -> None:
+        self.team.close()
+        self.model.close()
+        self.checkpoint.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _context(settings: Settings, geometry: Geometry) -> int:
+    """Positions to keep: the default is cut to the model's limit, a larger wish is an error."""
+    if settings.ctx > geometry.max_context and settings.origin("ctx") != "default":
+        raise UsageError(f"a context of {settings.ctx:,} is beyond the model's limit of {geometry.max_context:,}",
+                         "--ctx", f"give at most {geometry.max_context}")
+    return min(settings.ctx, geometry.max_context)

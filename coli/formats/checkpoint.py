@@ -1,0 +1,276 @@
+"""A Hugging Face folder: config.json and one or many safetensors files, as tensors by canonical name.
+
+Idea: opening reads headers only (130 files with 150,000 tensors in about a second) and settles every question of
+spelling; after it a tensor has one name, one place and one descriptor. Nothing is loaded: `view` maps a tensor,
+`read_into` copies bytes of it, and both may be called for a 185 GB folder.
+Names: `model.language_model.X` and `model.X` become `X`; `lm_head.weight` and `mtp.*` stay; `model.visual.*` and
+`visual.*` are left out. Two spellings of one name are an error, as is a tensor in two files.
+Invariant: every failure at open is one ModelError, every failed read afterwards one ReadError with the errno.
+Guarded by tests/formats/test_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coli.errors import ModelError, ReadError
+from coli.formats.safetensors import STORAGE, Tensor, header_of, open_file
+from coli.formats.strict import AGAIN, listing, read_object, show
+
+INDEX = "model.safetensors.index.json"
+_PREFIXES = ("model.language_model.", "model.")
+_IGNORED = ("model.visual.", "visual.")
+_NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
+_NESTED = ("text_config", "vision_config", "audio_config", "quantization_config")
+_BATCH = 512  # buffers of one preadv; Linux takes 1024 (IOV_MAX)
+
+
+def canonical(name: str) -> str | None:
+    """The engine's name of a checkpoint tensor; None for one that belongs to the vision tower."""
+    if name.startswith(_IGNORED):
+        return None
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return name[len(prefix) :]
+    return name
+
+
+class Checkpoint:
+    """An open checkpoint folder.
+
+    `tensors` maps canonical names to places, `ignored` holds what was left out by name; `config` is the text
+    config flattened over the top level, `raw_config` the file as it is, `quantization` its quantization_config or {}.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.raw_config: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
+        self.quantization: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.ignored: list[Tensor] = []
+        self._fds: dict[Path, int] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Open `folder`, reading every header and no weight. Raises ModelError."""
+        checkpoint = cls(Path(folder))
+        try:
+            checkpoint._read_config()
+            checkpoint._read_headers()
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise ModelError(f"tensor {show(name)} is missing", self.folder, AGAIN) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor but the ignored ones."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    # ---- opening -------------------------------------------------------------------------------------------------
+
+    def _read_config(self) -> None:
+        if not self.folder.is_dir():
+            what = "not a folder" if self.folder.exists() else "no such folder"
+            raise ModelError(what, self.folder, "give the folder that holds config.json and the .safetensors files")
+        hint = "give the folder of a Hugging Face checkpoint: config.json beside the .safetensors files"
+        self.raw_config = read_object(self.folder / "config.json", "config.json", hint=hint)
+        self.config, self.quantization = flatten(self.raw_config, self.folder / "config.json")
+
+    def _read_headers(self) -> None:
+        index = self.folder / INDEX
+        placed = _weight_map(index) if index.exists() else None
+        files = sorted(set(placed.values())) if placed is not None else _safetensors_files(self.folder)
+        homes: dict[str, Tensor] = {}
+        for file in files:
+            path = self.folder / file
+            fd = self._fds[path] = open_file(path)
+            for name, tensor in header_of(fd, path).items():
+                if name in homes:
+                    raise ModelError(f"tensor {show(name)} is in two files, {homes[name].path.name} and {file}",
+                                     self.folder, "keep one model's files in a folder, no older copy")  # fmt: skip
+                homes[name] = tensor
+        if placed is not None:
+            _check_index(placed, homes, index)
+        self._name(homes)
+
+    def _name(self, homes: dict[str, Tensor]) -> None:
+        for name, tensor in homes.items():
+            known = canonical(name)
+            if known is None:
+                self.ignored.append(tensor)
+            elif known in self.tensors:
+                raise ModelError(f"{show(self.tensors[known].name)} and {show(name)} are the same tensor twice",
+                                 self.folder, "keep one spelling")  # fmt: skip
+            else:
+                self.tensors[known] = tensor
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def view(self, tensor: Tensor | str) -> np.ndarray:
+        """Read-only array over the mapped file, shape kept: BF16 as uint16, F8 as uint8, the rest as they are.
+
+        A tensor that the file does not align to its item size is copied instead, so the result is always aligned.
+        """
+        tensor = self[tensor] if isinstance(tensor, str) else tensor
+        storage = STORAGE[tensor.dtype]
+        if not tensor.nbytes:
+            return np.empty(tensor.shape, storage)
+        if tensor.path not in self._maps:
+            self._maps[tensor.path] = mmap.mmap(self.fd(tensor), 0, access=mmap.ACCESS_READ)
+        count = tensor.nbytes // storage.itemsize
+        array = np.frombuffer(self._maps[tensor.path], storage, count, tensor.offset).reshape(tensor.shape)
+        if not array.flags.aligned:
+            array = array.copy()
+            array.flags.writeable = False
+        return array
+
+    def load(self, tensor: Tensor | str) -> np.ndarray:
+        """Like `view`, in memory of its own. Raises ReadError."""
+        tensor = self[tensor] if isinstance(tensor, str) else tensor
+        array = np.empty(tensor.shape, STORAGE[tensor.dtype])
+        if tensor.nbytes:
+            self.read_into(tensor, memoryview(array.reshape(-1).view(np.uint8)))
+        return array
+
+    def read_into(self, tensor: Tensor, buffer: memoryview, start: int = 0, nbytes: int | None = None) -> None:
+        """Fill `buffer` (bytes, at least `nbytes` of them) from byte `start` of `tensor`. Raises ReadError."""
+        nbytes = tensor.nbytes - start if nbytes is None else nbytes
+        if start < 0 or nbytes < 0 or start + nbytes > tensor.nbytes:
+            raise ValueError(f"bytes {start}..{start + nbytes} are outside {tensor.name} ({tensor.nbytes} bytes)")
+        try:
+            self.preadv(tensor.path, [buffer[:nbytes]], tensor.offset + start)
+        except OSError as error:
+            raise read_error(error, f"tensor {show(tensor.name)}", tensor.path) from error
+
+    def preadv(self, path: Path, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill all `buffers` from one contiguous range of `path`; returns its length. Raises OSError, also at an early
+        end of the file (the file shrank since it was opened)."""
+        fd = self._descriptor(path)
+        total = 0
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        while pending:
+            got = os.preadv(fd, pending[:_BATCH], offset + total)
+            if got == 0:
+                raise OSError(0, "unexpected end of file")
+            total += got
+            while pending and got >= pending[0].nbytes:
+                got -= pending.pop(0).nbytes
+            if got:
+                pending[0] = pending[0][got:]
+        return total
+
+    def fd(self, tensor: Tensor) -> int:
+        """The open descriptor of the tensor's file."""
+        return self._descriptor(tensor.path)
+
+    def _descriptor(self, path: Path) -> int:
+        try:
+            return self._fds[path]
+        except KeyError:
+            raise ValueError(f"{path}: the checkpoint is closed") from None
+
+    def close(self) -> None:
+        """Close every file. Views stay valid: they keep their mapping alive."""
+        self._maps.clear()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+
+def read_error(error: OSError, what: str, path: object) -> ReadError:
+    """The ReadError for a failed read of `what` in `path`."""
+    return ReadError(f"cannot read {what}: {error.strerror} (errno {error.errno})", path, "check the disk and the file")
+
+
+def flatten(raw: dict[str, Any], where: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(text config over the top level's scalars, quantization_config or {}) of a config.json."""
+    text = {} if raw.get("text_config") is None else raw["text_config"]
+    quantization = raw.get("quantization_config")
+    if quantization is None and isinstance(text, dict):
+        quantization = text.get("quantization_config")
+    quantization = {} if quantization is None else quantization
+    for name, value in (("text_config", text), ("quantization_config", quantization)):
+        if not isinstance(value, dict):
+            raise ModelError(f"{name} is not an object", where, AGAIN)
+    flat = {**{key: value for key, value in raw.items() if key not in _NESTED}, **text}
+    flat.pop("quantization_config", None)
+    return flat, quantization
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """name -> file of an index, with files that are plain names in the same folder."""
+    placed = read_object(index, "index", unique=True).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ModelError("weight_map is missing or empty", index, AGAIN)
+    for file in placed.values():
+        plain = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
+        if not plain or Path(file).name != file:
+            raise ModelError(f"weight_map names {show(file)}, which is not a .safetensors file of this folder", index,
+                             AGAIN)  # fmt: skip
+    missing = [file for file in set(placed.values()) if not (index.parent / file).is_file()]
+    if missing:
+        raise ModelError(f"{len(missing)} of {len(set(placed.values()))} files are missing: {listing(missing)}",
+                         index.parent, "download the missing files")  # fmt: skip
+    return placed
+
+
+def _check_index(placed: dict[str, str], homes: dict[str, Tensor], index: Path) -> None:
+    wrong = {name for name, file in placed.items() if name not in homes or homes[name].path.name != file}
+    if wrong:
+        raise ModelError(f"{len(wrong)} tensors are not in the file the index names: {listing(wrong)}", index, AGAIN)
+    extra = homes.keys() - placed.keys()
+    if extra:
+        raise ModelError(f"{len(extra)} tensors of the files are not in the index: {listing(extra)}", index, AGAIN)
+
+
+def _safetensors_files(folder: Path) -> list[str]:
+    """Every .safetensors file of a folder without an index; a gap in numbered names is an error."""
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        others = [kind for kind in ("*.gguf", "*.bin", "*.pt", "*.pth") if any(folder.glob(kind))]
+        what = f"no .safetensors file, only {others[0]}" if others else "no .safetensors file"
+        raise ModelError(what, folder, "download the checkpoint's .safetensors files into this folder")
+    groups: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+        groups.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (stem, total), numbers in groups.items():
+        _check_numbers(folder, stem, total, numbers)
+    return files
+
+
+def _check_numbers(folder: Path, stem: str, total: str, numbers: set[int]) -> None:
+    count, first = int(total), 0 if 0 in numbers else 1
+    absent = count - sum(first <= number < first + count for number in numbers)
+    if absent > 0:
+        wanted = (n for n in range(first, first + len(numbers) + 3) if n not in numbers and n < first + count)
+        names = [f"{stem}-{n:0{len(total)}d}-of-{total}.safetensors" for n, _ in zip(wanted, range(3), strict=False)]
+        more = f" and {absent - len(names)} more" if absent > len(names) else ""
+        raise ModelError(f"{absent} of {count} split files are missing: {', '.join(map(show, names))}{more}", folder,
+                         "download all of them into this folder")  # fmt: skip

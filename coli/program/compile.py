@@ -1,0 +1,72 @@
+"""Compile kernels with Numba and keep their object code: `python -m coli.program.compile FOLDER NAME...`.
+
+Runs as a process of its own, so that a running engine never imports Numba (0.5 s and 100 MB it would keep), and so
+that several can share the work. For each name it writes `FOLDER/NAME.ko` by rename, and prints the name when done.
+
+File: one JSON line {"symbol", "sha256"}, then the object code. The object is taken from Numba's private
+`_get_compiled_object`; pyproject pins the Numba versions this was tested with (tests/program/test_cache.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+MODULES = ("threads", "dispatch")
+
+
+def signatures() -> dict[str, tuple[Any, Any]]:
+    """Name -> (Numba signature, Python function) of every kernel there is."""
+    from numba import types
+
+    i64 = types.int64
+    shapes = {"KERNELS": types.void(i64, i64, i64), "TILES": types.void(*[i64] * 10), "ENTRIES": i64(i64, i64)}
+    found = {}
+    for module in MODULES:
+        content = importlib.import_module(f"coli.kernels.{module}")
+        for table, signature in shapes.items():
+            for name, function in getattr(content, table, {}).items():
+                found[name] = (signature, function)
+    return found
+
+
+def build(name: str, table: dict[str, tuple[Any, Any]]) -> tuple[str, bytes]:
+    """-> (symbol, object code) of one kernel."""
+    from numba import cfunc
+
+    signature, function = table[name]
+    compiled = cfunc(signature, nopython=True, error_model="numpy")(function)
+    return compiled._wrapper_name, compiled._library._get_compiled_object()
+
+
+def write(folder: Path, name: str, symbol: str, code: bytes) -> None:
+    head = json.dumps({"symbol": symbol, "sha256": hashlib.sha256(code).hexdigest()})
+    part = folder / f"{name}.{os.getpid()}.part"
+    part.write_bytes(head.encode() + b"\n" + code)
+    os.replace(part, folder / f"{name}.ko")
+
+
+def read(path: Path) -> tuple[str, bytes] | None:
+    """The (symbol, object code) in a cache file; None when it is absent or damaged (then it is made again)."""
+    try:
+        head, _, code = path.read_bytes().partition(b"\n")
+        entry = json.loads(head)
+        return (entry["symbol"], code) if hashlib.sha256(code).hexdigest() == entry["sha256"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def main(folder: str, names: list[str]) -> None:
+    table = signatures()
+    for name in names:
+        write(Path(folder), name, *build(name, table))
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,84 @@
+"""The CPU player: a team of threads that runs a program's op table (kernels/threads.py).
+
+Thread 0 is the caller. Workers are Python threads inside a compiled function that holds no GIL; when idle for a few
+milliseconds they come back to Python and sleep on an event, which the next `play` sets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import psutil
+
+from coli.program.builder import Program, aligned
+from coli.program.cache import Kernels
+
+# cells of the control block (kernels/threads.py; tests/program/test_team.py compares them)
+CUT, TABLE, PC, END, THREADS, QUIT = 16, 32, 33, 34, 35, 36
+LINES, LINE_CELLS, PARKED = 64, 16, 2
+MAX_THREADS = 256
+_ENTRY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def default_threads() -> int:
+    """Physical cores this process may use: hyper-threads share the units the kernels are bound by."""
+    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed, MAX_THREADS))
+
+
+class Team:
+    """`threads` threads that play programs together. Not reentrant: one play at a time."""
+
+    def __init__(self, kernels: Kernels, threads: int) -> None:
+        kernels.load(("worker", "publish", "lead"))
+        self.threads = threads
+        self.control = aligned((LINES + LINE_CELLS * threads,), np.int64)
+        self._control_address = self.control.ctypes.data
+        self._worker, self._publish, self._lead = (_ENTRY(kernels[name]) for name in ("worker", "publish", "lead"))
+        self._wake = [threading.Event() for _ in range(threads)]
+        self.control[THREADS] = threads
+        self._members = [
+            threading.Thread(target=self._serve, args=(tid,), name=f"coli-{tid}", daemon=True)
+            for tid in range(1, threads)
+        ]
+        for member in self._members:
+            member.start()
+
+    @property
+    def cut_cell(self) -> np.ndarray:
+        """The cell in which an op leaves its reason for stopping the program."""
+        return self.control[CUT : CUT + 1]
+
+    def _serve(self, tid: int) -> None:
+        while not self._worker(self._control_address, tid):
+            self._wake[tid].wait()
+            self._wake[tid].clear()
+
+    def _wake_sleepers(self) -> None:
+        for tid in range(1, self.threads):
+            parked = LINES + LINE_CELLS * tid + PARKED
+            if self.control[parked]:
+                self.control[parked] = 0
+                self._wake[tid].set()
+
+    def play(self, program: Program, start: int = 0) -> int:
+        """Play from row `start`; returns the row to continue at: `len(table)` when it ran to its end. A reason left
+        in `cut_cell` says why it stopped earlier."""
+        control = self.control
+        control[CUT] = 0
+        control[TABLE], control[PC], control[END] = program.table.ctypes.data, start, len(program.table)
+        if self._publish(self._control_address, 0):
+            self._wake_sleepers()
+        return self._lead(self._control_address, 0)
+
+    def close(self) -> None:
+        """End the workers; the team cannot play afterwards."""
+        if self.control[QUIT]:
+            return
+        self.control[QUIT] = 1
+        if self._publish(self._control_address, 0):
+            self._wake_sleepers()
+        for member in self._members:
+            member.join()

@@ -1,0 +1,117 @@
+"""Tokens in, safe text out: whole characters only, and never a piece of a stop string.
+
+Idea: two filters in a row, each holding back as little as it can.
+  bytes -> characters   an incremental UTF-8 decoder. The bytes of an unfinished character wait; bytes that can never
+                        become one give U+FFFD where Python's decoder puts it; what is unfinished at the end gives
+                        U+FFFD once.
+  characters -> text    the router. Each stop string is matched by a Knuth-Morris-Pratt automaton whose state is the
+                        length of the longest suffix so far that begins that stop. The longest of these is all that
+                        waits.
+
+Which stop wins: the text is scanned character by character and the first stop to be *complete* ends it; when two are
+complete at the same character, the longer one, which starts earlier. So the cut depends on the text alone, not on how
+tokens or drafts split it, and never needs a token beyond the one that completes the stop. (With stops "bc" and "abcd"
+the text "abcd" ends before "bc": nobody knows whether the d will come. Of "ab" and "abc", "ab" wins for that reason.)
+
+Control tokens add nothing to the text, so a stop that is the spelling of one ("<|im_end|>") is matched by its id.
+
+Invariant: the joined pieces, flush included, equal the whole text cut at its stop, however it was split
+(tests/text/test_stream.py, Hypothesis against a plain reference).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from coli.errors import UsageError
+
+
+class Vocabulary(Protocol):
+    """What a stream needs of a tokenizer."""
+
+    special_ids: frozenset[int]
+
+    def text_bytes(self, token_id: int, /) -> bytes: ...
+    def token_id(self, token: str, /) -> int | None: ...
+
+
+class _Stop:
+    """One stop string as an automaton; `state` characters of it are matched."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.state = text, 0
+        self._border = [0]  # _border[i]: length of the longest proper border of text[:i + 1]
+        for character in text[1:]:
+            self._border.append(self._next(self._border[-1], character))
+
+    def _next(self, state: int, character: str) -> int:
+        while state and self.text[state] != character:
+            state = self._border[state - 1]
+        return state + (self.text[state] == character)
+
+    def step(self, character: str) -> int:
+        self.state = self._next(self.state, character)
+        return self.state
+
+
+class TextStream:
+    """The text of one answer. Push tokens in order, then flush once; `stopped` says that a stop string was met."""
+
+    def __init__(self, tokenizer: Vocabulary, stop: Sequence[str] = ()) -> None:
+        """Raises UsageError for an empty stop string. `stop` may be one string."""
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise UsageError("a stop string is empty", "stop", "leave it out")
+        self._vocabulary = tokenizer
+        self._stops = [_Stop(text) for text in stops]
+        self._stop_ids = {tokenizer.token_id(text) for text in stops} & tokenizer.special_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""  # may still become a stop
+        self._pieces: list[str] = []
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        return "".join(self._pieces)
+
+    def push(self, token_id: int) -> str:
+        """The text that is now safe to show, often empty. Nothing comes after a stop."""
+        if token_id in self._stop_ids and not self.stopped:
+            piece = self.flush()
+            self.stopped = True
+            return piece
+        return self._route(self._decoder.decode(self._vocabulary.text_bytes(token_id)))
+
+    def flush(self) -> str:
+        """The end of the answer: what was held back, through the same router. A second call gives nothing."""
+        piece = self._route(self._decoder.decode(b"", final=True))
+        if self.stopped:
+            return piece
+        held, self._held = self._held, ""
+        for stop in self._stops:
+            stop.state = 0
+        self._pieces.append(held)
+        return piece + held
+
+    def _route(self, fresh: str) -> str:
+        if self.stopped or not fresh:
+            return ""
+        pending = self._held + fresh
+        for place, character in enumerate(fresh, len(self._held) + 1):
+            longest = 0
+            for stop in self._stops:
+                state = stop.step(character)
+                if state == len(stop.text):
+                    self.stopped, longest = True, max(longest, state)
+            if self.stopped:
+                return self._give(pending[: place - longest], "")
+        waiting = max((stop.state for stop in self._stops), default=0)
+        return self._give(pending[: len(pending) - waiting], pending[len(pending) - waiting :])
+
+    def _give(self, piece: str, held: str) -> str:
+        self._held = held
+        self._pieces.append(piece)
+        return piece

@@ -1,0 +1,29 @@
+"""Flags that several commands share, and the settings they make.
+
+The five flags of the settings table are spelled here once; `settings` reads flags and environment and says the
+warnings of the table on stderr.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="A checkpoint folder or a Hugging Face id in the local cache."),
+]
+Ctx = Annotated[int | None, typer.Option("--ctx", metavar="N", help="Positions kept, prompt and answer together.")]
+Cap = Annotated[int | None, typer.Option("--cap", metavar="N", help="Experts kept in memory per layer.")]
+Ram = Annotated[float | None, typer.Option("--ram", metavar="GB", help="Memory budget, in GB.")]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="Compute threads [physical cores].")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")]
+
+
+def settings(**flags: Any) -> tuple[Any, list[str]]:
+    """(Settings, warnings) of the flags given. Raises UsageError."""
+    from coli.settings import load
+
+    return load(flags)

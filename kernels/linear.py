@@ -1,0 +1,130 @@
+"""Drivers of the GEMV tiles: products with dense weights, products of experts, and int8 activations.
+
+A driver hands weight rows to threads in units of `grain` rows and activation rows to tiles in groups of at most six.
+Neither choice can change a bit (kernels/tiles.py says why), so both are free to follow the machine: up to six rows go
+over the weights once; more rows (prefill) take the weights in blocks that stay in the cache while all groups of rows
+pass over them. That is the whole GEMM, in the bits of one-row decode. Tests: tests/kernels/test_linear.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from coli.kernels.simd import (
+    add,
+    ai,
+    call_tile,
+    hmax,
+    hsum,
+    ld1_i64,
+    ld_f32_tail,
+    mul,
+    rows,
+    share,
+    splat,
+    st1_f32,
+    st1_i32,
+    st_i8,
+    sub,
+    vabs,
+    vmax,
+    vmin,
+    zero_f,
+)
+
+_CACHED_WEIGHTS = 1 << 17  # weights of a block that several groups of rows visit: 64..512 KB, within L2
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to the nearest whole number
+
+
+@njit(inline="always")
+def _tile_rows(tiles, count, padded):
+    """Rows of the tile that comes next for `count` rows: the smallest that takes them all where the list of rows is
+    padded, else the largest that reads no row too many."""
+    size = min(count, 6)
+    while ld1_i64(tiles + 8 * size) == 0:
+        size += 1 if padded else -1
+    return size
+
+
+@njit
+def _product(p, w, s, xs, ys, count, padded, j0, j1):
+    """All `count` activation rows over weight rows j0..j1; arguments 5..10 of `p` are the same in both drivers."""
+    n, k, a, b, tiles, grain = ai(p, 5), ai(p, 6), ai(p, 7), ai(p, 8), ai(p, 9), ai(p, 10)
+    block = j1 - j0
+    if _tile_rows(tiles, count, padded) < count:
+        block = max(_CACHED_WEIGHTS // k // grain, 1) * grain
+    while j0 < j1:
+        end = min(j0 + block, j1)
+        r = 0
+        while r < count:
+            size = _tile_rows(tiles, count - r, padded)
+            call_tile(ld1_i64(tiles + 8 * size), w, s, xs + 8 * r, ys + 8 * r, j0, end, n, k, a, b)
+            r += size
+        j0 = end
+
+
+def linear(p, tid, nt):
+    """y = x W^T. 0 step, 1 w, 2 s, 3 xs, 4 ys, 5 n, 6 k, 7 a, 8 b, 9 tiles (int64[8]: entry R the tile for R rows or 0;
+    the tile for 6 must exist), 10 grain. xs, ys: row addresses, padded to a multiple of 6 by repeating the last."""
+    n, grain = ai(p, 5), ai(p, 10)
+    first, last = share((n + grain - 1) // grain, tid, nt)
+    count = rows(ai(p, 0))
+    if first < last:
+        _product(p, ai(p, 1), ai(p, 2), ai(p, 3), ai(p, 4), count, True, first * grain, min(last * grain, n))
+
+
+def grouped(p, tid, nt):
+    """Experts: 0 groups (int64: [0] G, [1] pairs, then G x (record address, first pair, pair count)), 1 w offset,
+    2 s offset in a record, 3 xs, 4 ys (row addresses by pair, not padded), 5 n, 6 k, 7 a, 8 b, 9 tiles (the tile for
+    1 must exist), 10 grain."""
+    n, grain = ai(p, 5), ai(p, 10)
+    units = (n + grain - 1) // grain
+    unit, last = share(ld1_i64(ai(p, 0)) * units, tid, nt)
+    while unit < last:
+        entry = ai(p, 0) + 8 * (2 + 3 * (unit // units))
+        record, pair, count = ld1_i64(entry), ld1_i64(entry + 8), ld1_i64(entry + 16)
+        j0 = unit % units
+        j1 = min(units, j0 + last - unit)
+        xs, ys = ai(p, 3) + 8 * pair, ai(p, 4) + 8 * pair
+        _product(p, record + ai(p, 1), record + ai(p, 2), xs, ys, count, False, j0 * grain, min(j1 * grain, n))
+        unit += j1 - j0
+
+
+@njit
+def _quantize_group(x, count, codes, scale_at, correction_at, offset):
+    """64 inputs, `count` of them there. A NaN or an infinity among them makes the scale one too: nothing is hidden."""
+    top, bad = zero_f(), zero_f()
+    for i in range(0, 64, 16):
+        v = ld_f32_tail(x + 4 * i, count - i)
+        top = vmax(top, vabs(v))
+        bad = add(bad, mul(v, zero_f()))
+    scale = hmax(top) / np.float32(127.0)
+    inverse = np.float32(0.0)
+    if scale > np.float32(1.2e-38):  # below, the inverse would overflow: the group counts as zeros
+        inverse = np.float32(1.0) / scale
+    total = zero_f()
+    for i in range(0, 64, 16):
+        c = mul(ld_f32_tail(x + 4 * i, count - i), splat(inverse))
+        c = vmin(vmax(c, splat(np.float32(-127.0))), splat(np.float32(127.0)))
+        c = sub(add(c, splat(_ROUND)), splat(_ROUND))
+        st_i8(codes + i, c)
+        total = add(total, c)
+    st1_f32(scale_at, scale + hsum(bad))
+    st1_i32(correction_at, np.int32(-offset * np.int64(hsum(total))))
+
+
+def quantize(p, tid, nt):
+    """Prepared rows (packing.py has the layout). 0 address of the row count, 1 xs (row addresses, float32),
+    2 qs (addresses of prepared rows), 3 k, 4 offset of the weights' codes: 128 (int8) or 8 (int4)."""
+    k = ai(p, 3)
+    groups = (k + 63) // 64
+    first, last = share(ld1_i64(ai(p, 0)) * groups, tid, nt)
+    for unit in range(first, last):
+        r, g = unit // groups, unit % groups
+        x, q = ld1_i64(ai(p, 1) + 8 * r), ld1_i64(ai(p, 2) + 8 * r)
+        scales = q + groups * 64
+        _quantize_group(x + g * 256, k - g * 64, q + g * 64, scales + g * 4, scales + groups * 4 + g * 4, ai(p, 4))
+
+
+KERNELS = {"linear": linear, "grouped": grouped, "quantize": quantize}

@@ -1,0 +1,67 @@
+"""Open a checkpoint as the engine does and run rows through it; and the same rows through the oracle."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from coli.engine import Engine
+from coli.settings import load
+from coli.state import MAX_UNDOABLE, State
+from tests.oracle.qwen4 import Qwen4Model
+from tests.oracle.store import SafetensorsDir, Weights
+
+
+def text_config(folder: Path) -> dict:
+    raw = json.loads((folder / "config.json").read_text())
+    config = raw.get("text_config", raw)
+    kinds = {"indexed_attention": "full_attention", "qwen_sparse_attention": "full_attention"}
+    return config | {"layer_types": [kinds.get(kind, kind) for kind in config["layer_types"]]}
+
+
+def random_ids(count: int, folder: Path, seed: int = 5) -> np.ndarray:
+    """Random tokens with a few segment ends and a repeated stretch."""
+    config = text_config(folder)
+    eos = config["eos_token_id"]
+    eos = eos[0] if isinstance(eos, list) else eos
+    ids = np.random.default_rng(seed).integers(2, config["vocab_size"], count)
+    ids[[at for at in (9, 10, 30, 55) if at < count]] = eos
+    if count > 48:
+        ids[40:48] = ids[12:20]
+    return ids
+
+
+def oracle_logits(folder: Path, ids: np.ndarray, dtype: type) -> np.ndarray:
+    block = (json.loads((folder / "config.json").read_text()).get("quantization_config") or {}).get("weight_block_size")
+    weights = Weights(SafetensorsDir(folder), dtype, **({"block": block} if block else {}))
+    prefix = "model.language_model." if any(n.startswith("model.language_model.") for n in weights.src.keys()) else "model."
+    return Qwen4Model(text_config(folder), weights, prefix).forward(ids)[0]
+
+
+class Opened:
+    """An engine on `folder` with one state, closed at the end of the `with`."""
+
+    def __init__(self, folder: Path, **flags) -> None:
+        self.engine = Engine.open(load({"model": str(folder), "threads": 2} | flags, {})[0])
+        self.state: State = self.engine.model.new_state()
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def logits(self, ids: np.ndarray, chunks: list[int]) -> tuple[list[int], np.ndarray]:
+        """(positions, their logits) of a fresh sequence run in pieces of these sizes, the last one repeated: of every
+        row for pieces up to 8 rows, of the last row for longer ones (prefill never asks for more)."""
+        self.state.reset()
+        positions, out, at, sizes = [], [], 0, list(chunks)
+        while at < len(ids):
+            piece = ids[at : at + (sizes.pop(0) if len(sizes) > 1 else sizes[0])]
+            want = "all" if len(piece) <= MAX_UNDOABLE else "last"
+            out.append(self.engine.model.forward(piece, self.state, want=want).logits.copy())
+            at += len(piece)
+            positions += list(range(at - len(out[-1]), at))
+        return positions, np.concatenate(out)

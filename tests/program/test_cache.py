@@ -1,0 +1,75 @@
+"""The compile cache: warm starts without Numba, damage, read-only folders, two processes at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coli.program import compile as compiler
+from coli.program.cache import Kernels, cache_key
+
+NAMES = ("publish", "todo")
+
+
+def _load(folder: Path, extra: str = "") -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom coli.program.cache import Kernels\n"
+        f"k = Kernels(Path({str(folder)!r}))\nk.load({NAMES!r})\n{extra}\n"
+        "print(k.compiled, k.reused, 'numba' in sys.modules, len(k.notes), min(k[n] for n in " + repr(NAMES) + ") > 0)"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+def test_a_warm_start_compiles_nothing_and_never_imports_numba(tmp_path):
+    assert _load(tmp_path).stdout.split() == ["2", "0", "False", "0", "True"]
+    assert _load(tmp_path).stdout.split() == ["0", "2", "False", "0", "True"]
+
+
+def test_a_damaged_object_is_made_again(tmp_path):
+    _load(tmp_path)
+    path = tmp_path / cache_key(True) / "todo.ko"
+    whole = path.read_bytes()
+    for damage in (whole[: len(whole) // 2], b"", b"\x00" * 40, whole[:-1] + b"\xff"):
+        path.write_bytes(damage)
+        assert compiler.read(path) is None
+        assert _load(tmp_path).stdout.split() == ["1", "1", "False", "0", "True"]
+        assert compiler.read(path) is not None
+
+
+def test_two_processes_at_once_share_the_work(tmp_path):
+    code = f"from pathlib import Path\nfrom coli.program.cache import Kernels\nKernels(Path({str(tmp_path)!r})).load({NAMES!r})"
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
+    left = sorted(path.name for path in (tmp_path / cache_key(True)).iterdir())
+    assert left == ["lock", "publish.ko", "todo.ko"]
+
+
+def test_an_unwritable_folder_costs_one_note_and_still_runs(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    kernels = Kernels(blocked)
+    kernels.load(NAMES)
+    assert kernels["todo"] and len(kernels.notes) == 1 and "not writable" in kernels.notes[0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/usr/bin/setpriv").exists(), reason="needs another user")
+def test_another_user_without_home_and_cache_can_run(tmp_path):
+    """complaints.md 62a: a read-only tree and no HOME must not end in an exception."""
+    prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+    env = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
+    code = f"from coli.program.cache import Kernels\nk = Kernels()\nk.load({NAMES!r})\nprint(k['todo'] > 0, len(k.notes))"
+    done = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, env=env | {"HOME": "/nonexistent"})
+    if "Permission denied" in done.stderr and "python" in done.stderr.lower():
+        pytest.skip("the other user cannot run this Python")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "1"]
+
+
+def test_every_kernel_is_found_once():
+    names = [name for module in compiler.MODULES for table in ("KERNELS", "TILES", "ENTRIES")
+             for name in getattr(__import__(f"coli.kernels.{module}", fromlist=["x"]), table, {})]  # fmt: skip
+    assert len(names) == len(set(names)) == len(compiler.signatures())
