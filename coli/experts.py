@@ -81,7 +81,8 @@ def expert_record(kind: str, geometry: Geometry, block: tuple[int, int] = (0, 0)
     for nbytes in parts:
         offsets.append(end)
         end += -(-nbytes // _ALIGN) * _ALIGN
-    return ExpertRecord(kind, *(offsets + [0] * 3)[:6], nbytes=end, block=block)
+    gate, up, down, gate_scale, up_scale, down_scale = offsets if kind == "fp8" else [*offsets, 0, 0, 0]
+    return ExpertRecord(kind, gate, up, down, gate_scale, up_scale, down_scale, end, block)
 
 
 def stored_kind(checkpoint: Checkpoint, geometry: Geometry) -> tuple[str, tuple[int, int]]:
@@ -109,7 +110,8 @@ class ExpertStore:
             raise UsageError(f"{cap} expert slots a layer, the model has {geometry.experts} experts", "--cap",
                              f"give 1 to {geometry.experts}")  # fmt: skip
         self.geometry, self.cap = geometry, cap
-        self.record = expert_record(*self._kind(checkpoint, geometry))
+        kind, block = stored_kind(checkpoint, geometry)
+        self.record = expert_record(kind, geometry, block)
         self.table = np.zeros((geometry.layers, geometry.experts), np.int64)
         self.stamp = np.zeros((geometry.layers, geometry.experts), np.int64)
         self.hits = self.misses = self.bytes_read = 0
@@ -118,11 +120,6 @@ class ExpertStore:
         self._slots: list[dict[int, int]] = [{} for _ in range(geometry.layers)]
         self._free = [list(range(cap))[::-1] for _ in range(geometry.layers)]
         self._arenas = [_arena(cap * self.record.nbytes) for _ in range(geometry.layers)]
-
-    @staticmethod
-    def _kind(checkpoint: Checkpoint, geometry: Geometry) -> tuple[str, Geometry, tuple[int, int]]:
-        kind, block = stored_kind(checkpoint, geometry)
-        return kind, geometry, block
 
     @property
     def nbytes(self) -> int:
@@ -215,7 +212,7 @@ class ExpertStore:
         targets = [np.empty(part.nbytes, np.uint8) if part.scale else slot[part.at : part.at + part.nbytes]
                    for part in run]  # fmt: skip
         offset = run[0].tensor.offset + run[0].start
-        buffers = [memoryview(target) for target in targets]
+        buffers = [target.data for target in targets]
         try:
             nbytes = self._checkpoint.preadv(run[0].tensor.path, buffers, offset)
         except OSError:

@@ -148,7 +148,7 @@ class _Request:
     def __init__(self, rows: np.ndarray, row_bytes: int) -> None:
         self.tokens, self.rows = len(rows), rows.reshape(-1)
         self.raw = np.empty((self.rows.size, row_bytes), np.uint8)
-        self.bytes = memoryview(self.raw.reshape(-1))
+        self.bytes = self.raw.reshape(-1).data
         self.done: SimpleQueue[Exception | None] = SimpleQueue()
         self.jobs = 0
 

@@ -155,7 +155,7 @@ def draw(scores: Floats, best: float, sampling: Sampling, u: float) -> int:
     temperature, top_p = sampling.temperature, sampling.top_p
     floor = max(sampling.min_p, np.finfo(np.float64).tiny)  # a weight of zero is never kept
     whole = None if sampling.top_k else float(_weights(scores, best, temperature).sum())
-    width = size if sampling.top_k else min(size, 256)
+    width = size if sampling.top_k else min(size, 512)
     while True:
         ids = ranked(scores, width)
         weights = _weights(scores[ids], best, temperature)
@@ -176,7 +176,8 @@ def draw(scores: Floats, best: float, sampling: Sampling, u: float) -> int:
 def ranked(scores: Floats, count: int) -> Ids:
     """The ids of the `count` highest scores [V] (no NaN), highest first, the lower id first on a tie.
 
-    Everything below a safe lower bound of the count-th score is dropped before the sort.
+    Everything below a safe lower bound of the count-th score is dropped before the sort, which sorts one whole number a
+    token, (score, id): faster than an indirect sort, and no two are equal.
     """
     rows = 64  # the maxima of 64-element columns: the count-th highest of them is such a bound, at one pass over V
     columns = len(scores) // rows
@@ -185,7 +186,12 @@ def ranked(scores: Floats, count: int) -> Ids:
     else:
         heads = scores[: rows * columns].reshape(rows, columns).max(axis=0) if count * 4 <= columns else scores
         ids = np.flatnonzero(scores >= np.partition(heads, len(heads) - count)[len(heads) - count])
-    return ids[np.argsort(-scores[ids], kind="stable")[:count]]
+    bits = (scores[ids] + np.float32(0)).view(np.uint32)  # -0 becomes 0
+    falling = np.where(bits >> 31, bits, bits ^ np.uint32(0x7FFFFFFF)).astype(
+        np.uint64
+    )  # IEEE 754 order, highest first
+    keys = np.sort((falling << np.uint64(32)) | ids.astype(np.uint64))
+    return (keys[:count] & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
 def _weights(scores: Floats, best: float, temperature: float) -> NDArray[np.float64]:

@@ -58,7 +58,7 @@ class Whole:
 
     @property
     def range(self) -> str:
-        return f"{self.low}..{'' if self.high is None else self.high}"
+        return f"{self.low} or more" if self.high is None else f"{self.low}..{self.high}"
 
     def parse(self, text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text):  # int() would also take "1_000" and " 8"
@@ -198,10 +198,6 @@ class Variable:
     flag: str
     help: str
     unset: str = ""
-
-    def shown(self, value: Any) -> str:
-        """A value of this row in words."""
-        return self.unset if value is None else self.kind.show(value)
 
 
 def variable(name: str, kind: Kind, default: Any, help: str, *, flag: str = "", engines: tuple[str, ...] = ALL,

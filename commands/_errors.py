@@ -78,10 +78,12 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         with terminable():
             code = command()
-            write_stdout("")  # what Typer printed and nobody flushed
+            write_stdout()  # what Typer printed and nobody flushed
             return code
     except typer.Exit as stop:
         return stop.exit_code
+    except SystemExit as stop:  # Typer's completion scripts leave this way
+        return stop.code if isinstance(stop.code, int) else int(Exit.OK)
     except BaseException as error:
         return _end(error)
 

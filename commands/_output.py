@@ -1,10 +1,10 @@
 """The one door to the terminal: results to stdout, everything said about them to stderr.
 
 `result` and `piece` write the answer; `note`, `lines` and `progress` speak on stderr and are silent under --quiet.
-Progress is one line rewritten in place on a terminal; elsewhere it is a plain line once a stage (texts that differ only
-in their numbers are one stage). A stdout that cannot be written is an error with a name, except a closed pipe, which
-travels on as BrokenPipeError and ends the command quietly. A stderr that cannot be written is given up silently: the
-result matters more than the talk about it.
+Progress is one line rewritten in place on a terminal; elsewhere it is a plain line once a stage (texts with the same
+words before their first digit are one stage). A stdout that cannot be written is an error with a name, except a closed
+pipe, which travels on as BrokenPipeError and ends the command quietly. A stderr that cannot be written is given up
+silently: the result matters more than the talk about it.
 `--output FILE` is checked before any work and written at the end through a temporary file beside it.
 """
 
@@ -82,7 +82,7 @@ class Output:
         if self._tty:
             self._transient = True
             _say(f"{_WIPE}{text[: _width()]}")
-        elif (stage := re.sub(r"[\d.,]+", "#", text)) != self._stage:
+        elif (stage := re.split(r"\d", text)[0]) != self._stage:
             self._stage = stage
             _say(f"{text}\n")
 
@@ -96,10 +96,11 @@ class Output:
             _say(_WIPE)
 
 
-def write_stdout(text: str) -> None:
-    """Write and flush. Raises BrokenPipeError for a closed pipe, ColiError for any other refusal."""
+def write_stdout(text: str | None = None) -> None:
+    """Write and flush, or flush alone. Raises BrokenPipeError for a closed pipe, ColiError for any other refusal."""
     try:
-        sys.stdout.write(text)
+        if text is not None:
+            sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -166,7 +167,7 @@ def _say(text: str) -> None:
 
 def _width() -> int:
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns - 1
+        return (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1  # a new pty says 0
     except (OSError, ValueError):
         return 79
 

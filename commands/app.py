@@ -22,7 +22,6 @@ app = typer.Typer(
     help="Run big hybrid mixture-of-experts language models on a machine you own.",
     epilog="Exit codes: 0 ok, 1 failure, 2 usage or setting, 3 model, 4 memory, 5 device, 6 check, "
     "130 Ctrl-C, 143 SIGTERM.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -59,9 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _invoke(arguments: list[str]) -> int:
-    """Typer's own `main` prints errors and chooses exit codes; here both are ours, so it is left out."""
+    """Typer's own `main` prints errors and chooses exit codes; here both are ours, so it is left out. No command is
+    a question for help."""
     command = typer.main.get_command(app)
-    with command.make_context("coli", list(arguments)) as context:
+    with command.make_context("coli", list(arguments) or ["--help"]) as context:
         command.invoke(context)
     return 0
 

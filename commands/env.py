@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from coli.commands import _options
 
 if TYPE_CHECKING:
-    from coli.settings import Settings
+    from coli.settings import Settings, Variable
 
 
 def env(
@@ -24,7 +24,7 @@ def env(
     settings, warnings = _options.settings(model=model, ctx=ctx, cap=cap, ram=ram, threads=threads)
     out = Output(color=not settings.no_color)
     out.lines(warnings)
-    rows = list(map(_plain, table(settings)))
+    rows = table(settings)
     if json:
         out.document(rows)
     else:
@@ -32,18 +32,19 @@ def env(
 
 
 def table(settings: Settings) -> list[dict[str, Any]]:
-    """One row a variable, values as the table's own objects."""
+    """One row a variable; `unset` says in words what a value of None means."""
     from coli.settings import TABLE, Settings
 
     blank = Settings()
     return [
         {
             "name": row.name,
-            "value": row.shown(getattr(settings, field)),
+            "value": _show(row, getattr(settings, field)),
             "origin": settings.origin(field),
-            "default": row.shown(getattr(blank, field)),
+            "default": _show(row, getattr(blank, field)),
+            "unset": row.unset or None,
             "range": row.kind.range,
-            "engines": row.engines,
+            "engines": list(row.engines),
             "flag": row.flag or None,
             "meaning": row.help,
         }
@@ -51,14 +52,14 @@ def table(settings: Settings) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "engines": list(row["engines"])}
+def _show(row: Variable, value: Any) -> str | None:
+    return None if value is None else row.kind.show(value)
 
 
 def _text(row: dict[str, Any]) -> str:
     flag = f", flag {row['flag']}" if row["flag"] else ""
     return (
-        f"{row['name']}={row['value']}  ({row['origin']})\n"
+        f"{row['name']} = {row['value'] or row['unset']}  ({row['origin']})\n"
         f"    {row['meaning']}\n"
-        f"    default {row['default']}; range {row['range']}; engines {', '.join(row['engines'])}{flag}"
+        f"    default {row['default'] or row['unset']}; range {row['range']}; engines {', '.join(row['engines'])}{flag}"
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from coli.commands._output import Output
     from coli.engine import Engine
     from coli.report import RunReport
+    from coli.sampling import Sampling
     from coli.session import Request
     from coli.settings import Settings
 
@@ -28,7 +29,7 @@ NO_MODEL = "no model given: using the shipped nano model (--model or COLI_MODEL 
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked, before a tokenizer has seen it. `sampling` holds the arguments of coli.sampling.Sampling."""
+    """What is asked, before a tokenizer has seen it."""
 
     prompt: str
     raw: bool
@@ -37,13 +38,13 @@ class Ask:
     effort: str | None
     max_tokens: int | None
     stop: tuple[str, ...]
-    sampling: dict[str, Any]
+    sampling: Sampling
 
 
 def run(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="The prompt; `-` or a pipe is read from stdin."),
+        typer.Argument(metavar="PROMPT", help="The prompt; `-` or a pipe is read from stdin."),
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="Read the prompt from a file.")] = None,
     model: _options.Model = None,
@@ -61,16 +62,16 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
     ] = None,
-    temp: Annotated[float, typer.Option("--temp", metavar="T", min=0.0, help="Temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option("--top-p", metavar="P", min=0.0, max=1.0, help="Nucleus sampling.")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=0, help="Likeliest tokens only; 0 is all.")] = 0,
+    temp: Annotated[float, typer.Option("--temp", metavar="T", help="Temperature; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", metavar="P", help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", metavar="K", help="Likeliest tokens only; 0 is all.")] = 0,
     min_p: Annotated[
-        float, typer.Option("--min-p", metavar="P", min=0.0, max=1.0, help="Least share of the top token's chance.")
+        float, typer.Option("--min-p", metavar="P", help="Least share of the top token's chance.")
     ] = 0.0,
     repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", metavar="X", help="1 is none.")] = 1.0,
     presence_penalty: Annotated[float, typer.Option("--presence-penalty", metavar="X", help="0 is none.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", metavar="X", help="0 is none.")] = 0.0,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Seed of the sampler.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampler.")] = None,
     ctx: _options.Ctx = None,
     cap: _options.Cap = None,
     ram: _options.Ram = None,
@@ -88,10 +89,10 @@ def run(
     settings, warnings = _options.settings(model=model, ctx=ctx, cap=cap, ram=ram, threads=threads)
     out = Output(quiet=quiet, color=not settings.no_color, file=output)
     out.lines(warnings)
-    sampling = {
-        "temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "seed": seed,
-    }  # fmt: skip
+    sampling = _sampling(
+        temperature=temp, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,
+    )  # fmt: skip
     _check_template_flags(raw, system=system, think=think, effort=effort)
     if stop and not all(stop):
         raise UsageError("an empty text stops every answer", "--stop", "give the text to end before")
@@ -100,6 +101,17 @@ def run(
     code = _answer(ask, settings, out, as_json=json)
     if code:
         raise typer.Exit(code)
+
+
+def _sampling(**values: Any) -> Sampling:
+    """The sampler's settings; what it refuses is said in terms of the flag."""
+    from coli.sampling import Sampling
+
+    try:
+        return Sampling(**values)
+    except UsageError as error:
+        flag = {"temperature": "temp"}.get(error.where, error.where).replace("_", "-")
+        raise UsageError(error.what, f"--{flag}", error.hint) from error
 
 
 def _check_template_flags(raw: bool, **flags: Any) -> None:
@@ -148,7 +160,6 @@ def _generate(engine: Engine, asked: Request, out: Output, *, stream: bool) -> t
 
 def request(ask: Ask, engine: Engine, out: Output) -> Request:
     """The engine's request: the prompt in the checkpoint's chat form, or as it is."""
-    from coli.sampling import Sampling
     from coli.session import Request
 
     text = ask.prompt
@@ -163,6 +174,6 @@ def request(ask: Ask, engine: Engine, out: Output) -> Request:
     return Request(
         prompt_ids=tuple(engine.tokenizer.encode(text)),
         max_tokens=ask.max_tokens,
-        sampling=Sampling(**ask.sampling),
+        sampling=ask.sampling,
         stop=ask.stop,
     )

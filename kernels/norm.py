@@ -64,7 +64,8 @@ def normalise(x, w, y, n, eps):
 
 
 def rms_group(p, tid, nt):
-    """0 step, 1 x, 2 ldx, 3 w [width], 4 y, 5 ldy, 6 width, 7 group, 8 eps: y = x / sqrt(mean over its group + eps) * w.
+    """0 step, 1 x, 2 ldx, 3 w [width], 4 y, 5 ldy, 6 width, 7 group, 8 eps:
+    y = x / sqrt(mean of the group's squares + eps) * w.
     `w` already holds 1 + weight where the norm is zero-centred; y may be x."""
     x, w, y, group = ai(p, 1), ai(p, 3), ai(p, 4), ai(p, 7)
     groups = ai(p, 6) // group

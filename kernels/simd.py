@@ -94,6 +94,14 @@ def _masked_load(b, address, element, count):
     return b.call(fn, [ptr, I32(1), _lane_mask(b, count), zero])
 
 
+def _masked_store(b, address, v, count):
+    ptr = _ptr(b, address, _LF)
+    fn = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(ir.VoidType(), [_LF, ptr.type, I32, _MASK]), "llvm.masked.store.v16f32.p0"
+    )
+    b.call(fn, [v, ptr, I32(1), _lane_mask(b, count)])
+
+
 def _load(b, args, element):
     if len(args) == 1:
         return b.load(_ptr(b, args[0], ir.VectorType(element, 16)), align=1)
@@ -159,11 +167,7 @@ def st_f32(typingctx, address, v):
 @intrinsic
 def st_f32_tail(typingctx, address, v, count):
     def gen(ctx, b, s, a):
-        ptr = _ptr(b, a[0], _LF)
-        fn = cgutils.get_or_insert_function(
-            b.module, ir.FunctionType(ir.VoidType(), [_LF, ptr.type, I32, _MASK]), "llvm.masked.store.v16f32.p0"
-        )
-        b.call(fn, [a[1], ptr, I32(1), _lane_mask(b, a[2])])
+        _masked_store(b, a[0], a[1], a[2])
         return ctx.get_dummy_value()
 
     return types.void(types.intp, VF, types.intp), gen
@@ -498,22 +502,17 @@ def field(typingctx, x, left, right):
     return VF(VB, types.int64, types.int64), gen
 
 
-@njit(inline="always")
-def pos(step):
-    """Position of the first row of this call."""
-    return ld1_i64(step + 8)
+def _cell(index: int):
+    @intrinsic
+    def get(typingctx, step):
+        return types.int64(types.int64), lambda ctx, b, s, a: b.load(_ptr(b, b.add(a[0], I64(8 * index)), I64), align=1)
+
+    return get
 
 
-@njit(inline="always")
-def first(step):
-    """First row whose logits are wanted."""
-    return ld1_i64(step + 16)
-
-
-@njit(inline="always")
-def undoable(step):
-    """1 when the state after every row of this call must be kept."""
-    return ld1_i64(step + 24)
+pos = _cell(1)  # position of the first row of this call
+first = _cell(2)  # first row whose logits are wanted
+undoable = _cell(3)  # 1 when the state after every row of this call must be kept
 
 
 @njit(inline="always")
@@ -574,23 +573,60 @@ def f32_of_bits(typingctx, x):
     return types.float32(types.int64), lambda ctx, b, s, a: b.bitcast(b.trunc(a[0], I32), F32)
 
 
-@njit(inline="always")
-def ld_part(address, count):
+@intrinsic
+def ld_part(typingctx, address, count):
     """16 floats, or the first `count` with zeros behind where fewer are left."""
-    if count >= 16:
-        return ld_f32(address)
-    return ld_f32_tail(address, count)
+
+    def gen(ctx, b, s, a):
+        with b.if_else(b.icmp_signed(">=", a[1], I64(16))) as (whole, tail):
+            with whole:
+                full = b.load(_ptr(b, a[0], _LF), align=1)
+                from_whole = b.block
+            with tail:
+                part = _masked_load(b, a[0], F32, a[1])
+                from_tail = b.block
+        out = b.phi(_LF)
+        out.add_incoming(full, from_whole)
+        out.add_incoming(part, from_tail)
+        return out
+
+    return VF(types.intp, types.intp), gen
 
 
-@njit(inline="always")
-def st_part(address, v, count):
+@intrinsic
+def st_part(typingctx, address, v, count):
     """Store 16 floats, or the first `count` where fewer are left."""
-    if count >= 16:
-        st_f32(address, v)
-    else:
-        st_f32_tail(address, v, count)
+
+    def gen(ctx, b, s, a):
+        with b.if_else(b.icmp_signed(">=", a[2], I64(16))) as (whole, tail):
+            with whole:
+                b.store(a[1], _ptr(b, a[0], _LF), align=1)
+            with tail:
+                _masked_store(b, a[0], a[1], a[2])
+        return ctx.get_dummy_value()
+
+    return types.void(types.intp, VF, types.intp), gen
 
 
 @njit(inline="always")
 def vsilu(x):
     return mul(x, vsigmoid(x))
+
+
+@intrinsic
+def first_lanes(typingctx, v, count):
+    """The first `count` lanes of v, zeros behind."""
+    return VF(VF, types.intp), lambda ctx, b, s, a: b.select(_lane_mask(b, a[1]), a[0], _const(_LF, 0.0))
+
+
+@intrinsic
+def stack(typingctx, size):
+    """Address of bytes on the stack of the function this is used in, up to 16 KiB; `size` is a literal number."""
+    if not isinstance(size, types.IntegerLiteral):
+        return None
+
+    def gen(ctx, b, s, a):
+        space = cgutils.alloca_once(b, ir.ArrayType(_LF, -(-size.literal_value // 64)))
+        return b.ptrtoint(space, I64)
+
+    return types.intp(size), gen

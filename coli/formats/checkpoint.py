@@ -22,7 +22,7 @@ import numpy as np
 
 from coli.errors import ModelError, ReadError
 from coli.formats.safetensors import STORAGE, Tensor, header_of, open_file
-from coli.formats.strict import AGAIN, listing, read_object, show
+from coli.formats.strict import AGAIN, counted, listing, read_object, show
 
 INDEX = "model.safetensors.index.json"
 _PREFIXES = ("model.language_model.", "model.")
@@ -157,7 +157,7 @@ class Checkpoint:
         tensor = self[tensor] if isinstance(tensor, str) else tensor
         array = np.empty(tensor.shape, STORAGE[tensor.dtype])
         if tensor.nbytes:
-            self.read_into(tensor, memoryview(array.reshape(-1).view(np.uint8)))
+            self.read_into(tensor, array.reshape(-1).view(np.uint8).data)
         return array
 
     def read_into(self, tensor: Tensor, buffer: memoryview, start: int = 0, nbytes: int | None = None) -> None:
@@ -236,7 +236,7 @@ def _weight_map(index: Path) -> dict[str, str]:
                              AGAIN)  # fmt: skip
     missing = [file for file in set(placed.values()) if not (index.parent / file).is_file()]
     if missing:
-        raise ModelError(f"{len(missing)} of {len(set(placed.values()))} files are missing: {listing(missing)}",
+        raise ModelError(f"of {counted(len(set(placed.values())), 'file')} {len(missing)} missing: {listing(missing)}",
                          index.parent, "download the missing files")  # fmt: skip
     return placed
 
@@ -244,10 +244,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _check_index(placed: dict[str, str], homes: dict[str, Tensor], index: Path) -> None:
     wrong = {name for name, file in placed.items() if name not in homes or homes[name].path.name != file}
     if wrong:
-        raise ModelError(f"{len(wrong)} tensors are not in the file the index names: {listing(wrong)}", index, AGAIN)
+        raise ModelError(f"the index misplaces {counted(len(wrong), 'tensor')}: {listing(wrong)}", index, AGAIN)
     extra = homes.keys() - placed.keys()
     if extra:
-        raise ModelError(f"{len(extra)} tensors of the files are not in the index: {listing(extra)}", index, AGAIN)
+        raise ModelError(f"the index leaves out {counted(len(extra), 'tensor')}: {listing(extra)}", index, AGAIN)
 
 
 def _safetensors_files(folder: Path) -> list[str]:
@@ -272,5 +272,5 @@ def _check_numbers(folder: Path, stem: str, total: str, numbers: set[int]) -> No
         wanted = (n for n in range(first, first + len(numbers) + 3) if n not in numbers and n < first + count)
         names = [f"{stem}-{n:0{len(total)}d}-of-{total}.safetensors" for n, _ in zip(wanted, range(3), strict=False)]
         more = f" and {absent - len(names)} more" if absent > len(names) else ""
-        raise ModelError(f"{absent} of {count} split files are missing: {', '.join(map(show, names))}{more}", folder,
+        raise ModelError(f"of {count} split files {absent} missing: {', '.join(map(show, names))}{more}", folder,
                          "download all of them into this folder")  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 
 from coli.errors import ModelError
 from coli.formats.safetensors import Tensor
-from coli.formats.strict import listing, show
+from coli.formats.strict import counted, listing, show
 
 SCALE = "_scale_inv"
 SCALE_DTYPES = ("BF16", "F32", "F16")
@@ -101,7 +101,7 @@ def pair_scales(
     if missing:
         raise _missing(missing, unused, where)
     if unused:
-        raise ModelError(f"{len(unused)} scales belong to no FP8 weight: {listing(unused)}", where,
+        raise ModelError(f"{counted(len(unused), 'scale')} without an FP8 weight: {listing(unused)}", where,
                          "the checkpoint mixes two formats: download it again")  # fmt: skip
     if not coded:
         return {}
@@ -120,7 +120,7 @@ def _stem(scale: str) -> str:
 def _missing(missing: set[str], unused: set[str], where: object) -> ModelError:
     stems = {_stem(name) for name in missing}
     others = {name for name in unused if not name.endswith(SCALE) and _stem(name) in stems}
-    what = f"{len(missing)} FP8 weights have no scale: missing {listing(missing)}"
+    what = f"{counted(len(missing), 'FP8 weight')} without a scale: missing {listing(missing)}"
     if others:
         return ModelError(f"{what}; found {listing(others)} instead", where,
                           "only block scales named <weight>_scale_inv are read: use the FP8 release of the model's "

@@ -118,8 +118,8 @@ def _tensor(name: str, entry: object, path: Path, base: int, size: int) -> Tenso
     """One checked header entry; the fast path of a file with 60,000 of them."""
     if not isinstance(entry, dict):
         raise _bad(name, path, "its header entry is not an object")
-    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    storage = STORAGE.get(dtype) if isinstance(dtype, str) else None
+    dtype, shape, span = str(entry.get("dtype")), entry.get("shape"), entry.get("data_offsets")
+    storage = STORAGE.get(dtype)
     if storage is None:
         raise _bad(name, path, f"unknown dtype {show(dtype)}", f"known are {', '.join(STORAGE)}")
     if not isinstance(shape, list) or len(shape) > RANK_LIMIT or not all(map(_is_size, shape)):

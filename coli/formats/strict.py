@@ -47,6 +47,11 @@ def listing(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(map(show, names[:limit])) + (f" and {more} more" if more > 0 else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """"1 tensor", "3 tensors"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def parse_object(raw: bytes, where: object, what: str, *, unique: bool = False, hint: str = AGAIN) -> dict[str, Any]:
     """The JSON object in `raw` (UTF-8). `unique` refuses a key that occurs twice. Raises ModelError."""
     try:

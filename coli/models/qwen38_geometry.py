@@ -191,7 +191,7 @@ def _ple(read: Reader, layers: int) -> dict[str, Any]:
         read.size("ple_conv_kernel_size", limit=64),
         read.size("ngram_size", low=2, limit=16),
         read.size("heads_per_ngram", limit=256),
-        read.size("ngram_vocab_size_base", low=2, limit=1 << 40),
+        read.size("ngram_vocab_size_base", low=2, limit=1 << 36),
         read.size("make_ngram_vocab_size_divisible_by"),
         read.size("split_ngram_parts", limit=1 << 16, default=1),
         read.size("seed", low=0, limit=1 << 62, default=1234),

@@ -18,11 +18,11 @@ import numpy as np
 from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import SCALE, pair_scales
-from coli.formats.strict import AGAIN, listing
-from coli.models.qwen38_geometry import Geometry, geometry
+from coli.formats.strict import AGAIN, counted, listing
+from coli.models.qwen38_geometry import MODEL_TYPES, Geometry, geometry
 from coli.ngrams import NgramHash, table_prefix
 
-__all__ = ["Geometry", "Sizes", "check", "expected", "geometry", "has_mtp", "hash_buffers", "sizes"]
+__all__ = ["MODEL_TYPES", "Geometry", "Sizes", "check", "expected", "geometry", "has_mtp", "hash_buffers", "sizes"]
 
 FLOATS = ("BF16", "F16", "F32")
 Shape = tuple[int, ...]
@@ -154,7 +154,7 @@ def check(checkpoint: Checkpoint, g: Geometry) -> None:
     wrong = [f"{name}: expected {list(shape)}, found {list(checkpoint[name].shape)}"
              for name, shape in table.items() if checkpoint[name].shape != shape]  # fmt: skip
     if wrong:
-        raise ModelError(f"{len(wrong)} tensors have a wrong shape: {listing(wrong)}", checkpoint.folder,
+        raise ModelError(f"{counted(len(wrong), 'tensor')} of a wrong shape: {listing(wrong)}", checkpoint.folder,
                          "config.json and the weights belong to different models")  # fmt: skip
     _dtypes(checkpoint, table)
     _expert_kinds(checkpoint, table)
@@ -187,7 +187,7 @@ def _table_scales(checkpoint: Checkpoint, g: Geometry) -> set[str]:
 
 
 def _names(checkpoint: Checkpoint, missing: set[str], unknown: set[str]) -> None:
-    parts = [f"{len(names)} {kind} tensors: {listing(names)}"
+    parts = [f"{counted(len(names), f'{kind} tensor')}: {listing(names)}"
              for kind, names in (("missing", missing), ("unknown", unknown)) if names]  # fmt: skip
     if parts:
         hint = "the download is incomplete" if missing and not unknown else "not a checkpoint this engine knows"
@@ -203,7 +203,7 @@ def _dtypes(checkpoint: Checkpoint, table: Mapping[str, Shape]) -> None:
         if checkpoint[name].dtype not in allowed:
             wrong.append(f"{name} is {checkpoint[name].dtype}, not {' or '.join(allowed)}")
     if wrong:
-        raise ModelError(f"{len(wrong)} tensors have a dtype this engine does not read: {listing(wrong)}",
+        raise ModelError(f"{counted(len(wrong), 'tensor')} of a dtype this engine does not read: {listing(wrong)}",
                          checkpoint.folder, "use the BF16 or the FP8 release of the model")  # fmt: skip
 
 

@@ -115,6 +115,7 @@ class Program:
     def finish(self, kernels: Kernels) -> Program:
         """Make the kernels ready and write the table."""
         self._check_cuts()
+        self._kept.append(kernels)  # the code lives as long as they do
         names = {name for name, _, _ in self._ops}
         kernels.load(names.union(*(kernels.tiles(kind) for kind in self._tiles)))
         for kind, addresses in self._tiles.items():

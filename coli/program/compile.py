@@ -17,16 +17,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MODULES = ("threads", "dispatch")
+MODULES = ("threads", "dispatch", "norm", "streams", "deltanet", "attention", "moe", "ple", "linear")
 
 
 def signatures() -> dict[str, tuple[Any, Any]]:
     """Name -> (Numba signature, Python function) of every kernel there is."""
     from numba import types
 
+    from coli.kernels.packing import TILE_KINDS, TILE_ROWS, tile_name
+    from coli.kernels.tiles import tile
+
     i64 = types.int64
-    shapes = {"KERNELS": types.void(i64, i64, i64), "TILES": types.void(*[i64] * 10), "ENTRIES": i64(i64, i64)}
-    found = {}
+    shapes = {"KERNELS": types.void(i64, i64, i64), "ENTRIES": i64(i64, i64)}
+    gemv = types.void(*[i64] * 10)
+    found: dict[str, tuple[Any, Any]] = {
+        tile_name(kind, rows): (gemv, tile(kind, rows)) for kind in TILE_KINDS for rows in TILE_ROWS
+    }
     for module in MODULES:
         content = importlib.import_module(f"coli.kernels.{module}")
         for table, signature in shapes.items():

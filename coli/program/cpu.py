@@ -34,6 +34,7 @@ class Team:
     def __init__(self, kernels: Kernels, threads: int) -> None:
         kernels.load(("worker", "publish", "lead"))
         self.threads = threads
+        self._kernels = kernels  # the code lives as long as this does
         self.control = aligned((LINES + LINE_CELLS * threads,), np.int64)
         self._control_address = self.control.ctypes.data
         self._worker, self._publish, self._lead = (_ENTRY(kernels[name]) for name in ("worker", "publish", "lead"))

@@ -29,7 +29,7 @@ from coli.kernels.packing import GRAIN, PREPARED_KINDS, TILE_ROWS, packed_bytes
 from coli.kernels.simd import add_i, ai, ld_i32, prefetch, share, st_f32, to_f32, zero_i
 from coli.kernels.tiles import tile
 
-POOL = 9 << 27  # bytes of weights visited: 1.125 GiB
+POOL = 5 << 28  # bytes of weights visited, 1.25 GiB: the bf16 head is 1.18
 FP8_BLOCK = 128
 _INT = types.int64
 
@@ -119,22 +119,29 @@ def _row(kernel: int, *args: int) -> np.ndarray:
     return row
 
 
-def weight_bytes(kind: str, n: int, k: int) -> int:
-    """Bytes of codes of one weight; FP8 scales (0.02 %) are left out."""
+def code_bytes(kind: str, n: int, k: int) -> int:
+    """Bytes of one weight's codes (the integer kinds keep their scales among them)."""
     if kind in ("int8", "int4"):
         return packed_bytes(kind, n, k)
     return n * k * {"f32": 4, "bf16": 2, "f16": 2, "fp8": 1}[kind]
 
 
+def scale_bytes(kind: str, n: int, k: int) -> int:
+    """Bytes of the FP8 scales behind the codes, padded to a cache line."""
+    return -(-(-(-n // FP8_BLOCK) * -(-k // FP8_BLOCK) * 4) // 64) * 64 if kind == "fp8" else 0
+
+
 def fill(pool: np.ndarray, kind: str) -> None:
     """Plausible weights everywhere: no NaN, no denormals (they would cost time that real weights do not)."""
     rng = np.random.default_rng(1)
-    if kind in ("bf16", "int8", "int4"):
-        # float32 scales inside the integer blocks are read as bf16 pairs: ordinary numbers as well
-        pattern = to_bf16(rng.standard_normal(1 << 22, dtype=np.float32)).view(np.uint8)
-    else:
+    if kind == "fp8":
         pattern = rng.integers(0, 256, 1 << 23).astype(np.uint8)
         pattern[(pattern & 0x7F) == 0x7F] = 0x38
+    elif kind == "f16":
+        pattern = rng.standard_normal(1 << 22).astype(np.float16).view(np.uint8)
+    else:
+        # read as float32 (f32 weights, scales inside the integer blocks) these are ordinary numbers as well
+        pattern = to_bf16(rng.standard_normal(1 << 22, dtype=np.float32)).view(np.uint8)
     pool.reshape(-1, len(pattern))[:] = pattern
 
 
@@ -142,39 +149,45 @@ class Case:
     """One kind, shape and number of rows: its table over the whole pool, and everything that table points to."""
 
     def __init__(self, pool: np.ndarray, kind: str, shape: Shape, rows: int) -> None:
-        n, k, experts = shape.n, shape.k, shape.experts
-        self.kind, self.shape, self.rows = kind, shape, rows
-        size = weight_bytes(kind, n, k)
-        places = len(pool) // size
-        count = max(1, experts)
+        n, k, count = shape.n, shape.k, max(1, shape.experts)
+        self.shape, self.rows = shape, rows
+        codes, scales = code_bytes(kind, n, k), scale_bytes(kind, n, k)
+        record = codes + scales
+        places = len(pool) // record // count * count
+        for place in range(places):
+            pool[place * record + codes : (place + 1) * record].view(np.float32)[:] = 0.01
         x = np.random.default_rng(2).standard_normal((rows * count, k)).astype(np.float32)
         self.x = prepare_numpy(x, kind) if kind in PREPARED_KINDS else x
         self.y = np.zeros((rows * count, n), np.float32)
-        self.scales = np.full((-(-n // FP8_BLOCK), -(-k // FP8_BLOCK)), 0.01, np.float32)
+        self.xs, self.ys = _pointers(self.x), _pointers(self.y)
         self.tiles = np.zeros(8, np.int64)
-        for r in {r for r in TILE_ROWS if r in (1, rows)} | ({6} if rows == 5 or rows > 6 else set()):
+        for r in {1, min(rows, 6)}:
             self.tiles[r] = kernel_address(tile(kind, r), 10)
-        self.xs, self.ys = (
-            np.resize(m.ctypes.data + np.arange(len(m)) * m.strides[0], -(-len(m) // 6) * 6) for m in (self.x, self.y)
-        )
         self.step = np.array([rows, 0, 0, 0], np.int64)
+        records = pool.ctypes.data + record * np.arange(places)
         tail = (self.xs.ctypes.data, self.ys.ctypes.data, n, k, FP8_BLOCK, FP8_BLOCK, self.tiles.ctypes.data, GRAIN)
-        base, scales = pool.ctypes.data, self.scales.ctypes.data
-        if experts:
-            op, calls = kernel_address(grouped), places // experts
-            self.groups = np.zeros((calls, 2 + 3 * experts), np.int64)
-            for call, block in enumerate(self.groups):
-                block[:2] = experts, experts * rows
-                block[2::3] = base + (call * experts + np.arange(experts)) * size
-                block[3::3], block[4::3] = np.arange(experts) * rows, rows
-            # the scales are not in the records here: their offset would differ by record, so every record has w at 0
-            # and finds the same scales only for FP8's first; FP8 experts use offset 0 into codes made of finite bytes
-            where = [(g.ctypes.data, 0, 0) for g in self.groups]
+        if shape.experts:
+            self.groups = np.array([_groups(part, rows) for part in records.reshape(-1, count)])
+            rows_of_table = [_row(kernel_address(grouped), g.ctypes.data, 0, codes, *tail) for g in self.groups]
         else:
-            op, calls = kernel_address(linear), places
-            where = [(self.step.ctypes.data, base + m * size, scales) for m in range(places)]
-        self.table = np.array([_row(op, *first, *tail) for first in where])
-        self.bytes = calls * count * size
+            rows_of_table = [
+                _row(kernel_address(linear), self.step.ctypes.data, w, w + codes, *tail) for w in records.tolist()
+            ]
+        self.table = np.array(rows_of_table)
+        self.bytes = places * record
+
+
+def _pointers(matrix: np.ndarray) -> np.ndarray:
+    """Row addresses, the last one repeated up to a multiple of six."""
+    last = len(matrix) - 1
+    index = np.minimum(np.arange(-(-len(matrix) // 6) * 6), last)
+    return matrix.ctypes.data + index * matrix.strides[0]
+
+
+def _groups(records: np.ndarray, rows: int) -> list[int]:
+    """The groups block of `grouped`: every record has `rows` pairs of its own."""
+    entries = [(int(record), i * rows, rows) for i, record in enumerate(records)]
+    return [len(records), len(records) * rows, *(value for entry in entries for value in entry)]
 
 
 def cases(pool: np.ndarray, kind: str, rows: tuple[int, ...], shapes: tuple[Shape, ...]) -> Iterator[Case]:
@@ -207,7 +220,7 @@ def run(
     reading = np.array([_row(kernel_address(read_all), pool.ctypes.data, POOL, sums.ctypes.data)])
     for kind in kinds:
         fill(pool, kind)
-        for case in cases(pool[:POOL], kind, rows, shapes) if kind else ():
+        for case in cases(pool[:POOL], kind, rows, shapes):
             team.seconds(case.table[:4])
             rates = []
             for _ in range(trials):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from coli.kernels.packing import TILE_KINDS, TILE_ROWS, tile_name
 from coli.program import compile as compiler
 from coli.program.cache import Kernels, cache_key
 
@@ -70,6 +72,7 @@ def test_another_user_without_home_and_cache_can_run(tmp_path):
 
 
 def test_every_kernel_is_found_once():
-    names = [name for module in compiler.MODULES for table in ("KERNELS", "TILES", "ENTRIES")
-             for name in getattr(__import__(f"coli.kernels.{module}", fromlist=["x"]), table, {})]  # fmt: skip
+    names = [name for module in compiler.MODULES for table in ("KERNELS", "ENTRIES")
+             for name in getattr(importlib.import_module(f"coli.kernels.{module}"), table, {})]  # fmt: skip
+    names += [tile_name(kind, rows) for kind in TILE_KINDS for rows in TILE_ROWS]
     assert len(names) == len(set(names)) == len(compiler.signatures())

@@ -1,0 +1,97 @@
+"""A full decode step of a generated model with Qwen3.8-Flash-Next's real per-layer geometry, against the memory's rate.
+
+    python -m tests.bench.decode [--folder DIR] [--layers 4] [--threads 2] [--rival]
+
+Writes the checkpoint once (12 GB on disk; --folder keeps it), makes every expert resident, then times single-token
+steps and reports bytes per second of what a step must touch: all dense weights but the embedding, the chosen experts,
+and the DeltaNet states read and written. `--rival` adds the rate beside a process that burns one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from coli import memory
+from coli.engine import Engine
+from coli.settings import load
+from tests.bench.ceiling import read_bandwidth
+from tests.big_checkpoint import write_real_geometry
+
+
+def step_bytes(engine: Engine) -> int:
+    """Bytes one decode step has to move through memory."""
+    g = engine.geometry
+    embed = engine.checkpoint["embed_tokens.weight"].nbytes
+    experts = g.layers * g.top_k * engine.store.record.nbytes
+    return engine.weights.nbytes - embed * (not g.tied) + experts + 2 * engine.model.spec.recurrent_bytes()
+
+
+def everything_resident(engine: Engine) -> None:
+    for layer in range(engine.geometry.layers):
+        for first in range(0, engine.geometry.experts, 32):
+            engine.store.ensure(layer, range(first, min(first + 32, engine.geometry.experts)))
+
+
+def steps_per_second(engine: Engine, steps: int, seed: int) -> float:
+    """Median over `steps` single tokens on a fresh state."""
+    state, ids = engine.model.new_state(), np.random.default_rng(seed).integers(0, engine.geometry.vocab, steps + 3)
+    seconds = []
+    for token in ids:
+        start = time.perf_counter()
+        engine.model.forward([token], state)
+        seconds.append(time.perf_counter() - start)
+    return 1 / statistics.median(seconds[3:])
+
+
+def run(folder: Path, layers: int, threads: int, rival: bool, steps: int = 40) -> dict:
+    if not (folder / "config.json").exists():
+        write_real_geometry(folder, layers=layers)
+    before = memory.rss()
+    with Engine.open(load({"model": str(folder), "threads": threads, "ctx": 512, "prefill_chunk": 16}, {})[0]) as engine:
+        everything_resident(engine)
+        rates, ceilings = [], []
+        for turn in range(5):
+            ceilings.append(read_bandwidth(threads))
+            rates.append(steps_per_second(engine, steps // 5, turn))
+        rate, ceiling = statistics.median(rates), statistics.median(ceilings)
+        moved = step_bytes(engine)
+        out = {
+            "layers": layers, "threads": threads, "cap": engine.cap, "steps_per_s": round(rate, 2), "step_gb": round(moved / 1e9, 3),
+            "gb_per_s": round(moved * rate / 1e9, 2), "ceiling_gb_per_s": round(ceiling / 1e9, 2),
+            "of_ceiling": round(moved * rate / ceiling, 3), "misses": engine.store.misses,
+            "rss_gb": round((memory.rss() - before) / 1e9, 2),
+            "plan_gb": round((engine.terms.total - memory.PROCESS + engine.store.nbytes) / 1e9, 2),
+        }
+        if rival:
+            burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            try:
+                time.sleep(0.5)
+                out["beside_rival"] = round(steps_per_second(engine, steps, 9) / rate, 3)
+            finally:
+                burner.kill()
+                burner.wait()
+        return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rival", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="coli-bench-") as temporary:
+        print(json.dumps(run(args.folder or Path(temporary), args.layers, args.threads, args.rival)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The command line on a scripted engine: `python fake_engine.py run ...`.
+
+FAKE_MODE chooses what the session does: `echo` answers with the prompt's words, `slow` says a word every 20 ms without
+end, `deaf` the same without hearing cancel, `break` fails after two words, `memory` runs out of memory, `bug` divides
+by zero, `loading` takes a minute to open. FAKE_OPENED names a file that opening the engine creates.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from coli.errors import NonFinite
+from coli.report import Experts, ModelFacts, RunReport, Timings
+
+MODE = os.environ.get("FAKE_MODE", "echo")
+
+
+class Tokenizer:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+class Chat:
+    def render(self, messages: list[dict[str, str]], **options: Any) -> str:
+        said = " ".join(f"{m['role']}={m['content']}" for m in messages)
+        return f"{said} thinking={options['thinking']} effort={options['effort']}"
+
+
+class Engine:
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+        self.name, self.notes, self.tokenizer = "qwen38", ["a note of the engine"], Tokenizer()
+        self.chat = None if MODE == "no template" else Chat()
+
+    @classmethod
+    def open(cls, settings: Any, on_progress: Any) -> Engine:
+        for done in range(3):
+            on_progress(f"compiling {done}/3")
+        if os.environ.get("FAKE_OPENED"):
+            open(os.environ["FAKE_OPENED"], "w").close()
+        if MODE == "loading":
+            time.sleep(60)
+        return cls(settings)
+
+    def banner(self) -> str:
+        return "the banner"
+
+    def close(self) -> None:
+        if not self.settings.debug:
+            return
+        sys.stderr.write("closed\n")
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt_ids: tuple[int, ...]
+    max_tokens: int | None
+    sampling: Any
+    stop: tuple[str, ...]
+
+
+class Session:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.report: RunReport | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = MODE != "deaf"
+
+    def generate(self, request: Request) -> Iterator[str]:
+        said: list[str] = []
+        for piece in self.pieces(bytes(request.prompt_ids).decode()):
+            if self.cancelled:
+                break
+            said.append(piece)
+            yield piece
+        reason = "cancelled" if self.cancelled else "length"
+        model = ModelFacts("/m", "qwen38", {"layers": 2})
+        self.report = RunReport(
+            "".join(said), tuple(range(len(said))), len(request.prompt_ids), len(said), reason,
+            Timings(0.5, 0.1, 0.1, 2.0, 120.0, 8.0), 10**8, Experts(7, 1, 4096), model,
+        )  # fmt: skip
+
+    def pieces(self, prompt: str) -> Iterator[str]:
+        if MODE == "memory":
+            raise MemoryError
+        if MODE == "bug":
+            yield str(1 // (len(prompt) - len(prompt)))
+        if MODE in ("slow", "deaf"):
+            while True:
+                yield "ha "
+                time.sleep(0.02)
+        for index, word in enumerate(prompt.split(" ")):
+            if MODE == "break" and index == 2:
+                raise NonFinite("NaN in the logits", "layer 3", "lower the temperature")
+            yield word if index == 0 else f" {word}"
+
+
+def install() -> None:
+    """Put the fakes in the place of coli.engine and coli.session."""
+    fakes = {"coli.engine": {"Engine": Engine}, "coli.session": {"Session": Session, "Request": Request}}
+    for name, members in fakes.items():
+        module = ModuleType(name)
+        module.__dict__.update(members)
+        sys.modules[name] = module
+
+
+if __name__ == "__main__":
+    from coli.commands.app import main
+
+    install()
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The expert cache: least recently used goes first, bytes are the file's, and a failed read leaves no trace."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coli.errors import ModelError, ReadError, UsageError
+from coli.experts import ExpertStore
+from coli.formats.checkpoint import Checkpoint
+from coli.formats.fp8 import widen
+from coli.models.qwen38_layout import check, geometry
+from tests.tiny import odd_config, tiny_config, write_tiny
+
+FORMS = {
+    "f32 fused": dict(dtype="F32"),
+    "bf16 fused": dict(dtype="BF16"),
+    "f16 one by one": dict(dtype="F16", per_expert=True, shards=3),
+    "fp8 one by one": dict(dtype="FP8"),
+    "fp8, partial blocks, f32 scales": dict(dtype="FP8", block=(20, 24), scale_dtype="F32"),
+    "fp8 fused": dict(dtype="FP8", per_expert=False, block=(16, 48)),
+    "odd sizes": dict(dtype="BF16", config=odd_config()),
+    "odd sizes, fp8": dict(dtype="FP8", config=odd_config(), block=(5, 7), scale_dtype="F16", shards=2),
+}
+
+
+def opened(folder, cap: int, threads: int = 3) -> ExpertStore:
+    checkpoint = Checkpoint.open(folder)
+    g = geometry(checkpoint.config)
+    check(checkpoint, g)
+    return ExpertStore(checkpoint, g, cap, threads)
+
+
+def part(store: ExpertStore, layer: int, expert: int, name: str, suffix: str = "") -> np.ndarray:
+    """Stored bytes of one matrix (or its scale) of an expert, straight from the views."""
+    checkpoint, p = store._checkpoint, f"layers.{layer}.mlp.experts."
+    if f"{p}gate_up_proj" not in checkpoint:
+        return checkpoint.view(f"{p}{expert}.{name}_proj.weight{suffix}")
+    if name == "down":
+        return checkpoint.view(f"{p}down_proj{suffix}")[expert]
+    both = checkpoint.view(f"{p}gate_up_proj{suffix}")[expert]
+    half = len(both) // 2
+    return both[:half] if name == "gate" else both[half:]
+
+
+def expected_slot(store: ExpertStore, layer: int, expert: int) -> bytes:
+    record, out = store.record, np.zeros(store.record.nbytes, np.uint8)
+    for name in ("gate", "up", "down"):
+        raw = np.frombuffer(part(store, layer, expert, name).tobytes(), np.uint8)
+        at = getattr(record, name)
+        out[at : at + raw.size] = raw
+        if record.kind == "fp8":
+            scale = part(store, layer, expert, name, "_scale_inv")
+            dtype = {"uint16": "BF16", "float16": "F16", "float32": "F32"}[scale.dtype.name]
+            raw = np.frombuffer(widen(scale, dtype).tobytes(), np.uint8)
+            at = getattr(record, f"{name}_scale")
+            out[at : at + raw.size] = raw
+    return out.tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_slots_hold_the_bytes_of_the_file(tmp_path, form):
+    store = opened(write_tiny(tmp_path, **form), cap=4)
+    record, g, total = store.record, store.geometry, 0
+    offsets = [record.gate, record.up, record.down, record.gate_scale, record.up_scale, record.down_scale]
+    assert all(offset % 64 == 0 for offset in offsets) and record.nbytes % 64 == 0
+    for layer in (0, g.layers - 1):
+        ids = [g.experts - 1, 0, 3]
+        store.ensure(layer, ids)
+        for expert in ids:
+            address = int(store.table[layer, expert])
+            assert address % 64 == 0 and address == store.slot(layer, expert).ctypes.data
+            assert store.slot(layer, expert).tobytes() == expected_slot(store, layer, expert)
+            total += sum(part(store, layer, expert, n, s).nbytes for n in ("gate", "up", "down")
+                         for s in (["", "_scale_inv"] if record.kind == "fp8" else [""]))  # fmt: skip
+        assert np.flatnonzero(store.table[layer]).tolist() == sorted(ids)
+    assert (store.hits, store.misses, store.bytes_read) == (0, 6, total)
+    store.count_hits(5)
+    assert store.hits == 5
+    assert store.nbytes == g.layers * 4 * record.nbytes
+    store.close()
+    assert not store.table.any()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = tiny_config(num_experts=12, moe_intermediate_size=4, shared_expert_intermediate_size=4)
+    return write_tiny(tmp_path_factory.mktemp("experts"), config, dtype="BF16")
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 1), st.sets(st.integers(0, 11), min_size=1, max_size=5)), max_size=30)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cap=st.integers(5, 12), steps=STEPS)
+def test_least_recently_used_goes_first(folder, cap, steps):
+    """Against a list per layer in order of last use."""
+    store = opened(folder, cap, threads=2)
+    model: list[dict[int, int]] = [{}, {}]
+    misses = 0
+    for now, (layer, ids) in enumerate(steps, 1):
+        absent = ids - model[layer].keys()
+        misses += len(absent)
+        for _ in range(len(model[layer]) + len(absent) - cap):
+            old = min((stamp, expert) for expert, stamp in model[layer].items() if expert not in ids)
+            del model[layer][old[1]]
+        store.ensure(layer, sorted(ids))
+        store.stamp[layer, list(ids)] = now
+        model[layer] |= dict.fromkeys(ids, now)
+        assert store.resident(layer) == model[layer].keys()
+        assert set(np.flatnonzero(store.table[layer])) == model[layer].keys()
+        assert len(set(store.table[layer, list(model[layer])].tolist())) == len(model[layer])
+        for expert in ids:
+            assert store.slot(layer, expert).tobytes() == expected_slot(store, layer, expert)
+    assert store.misses == misses
+    store.close()
+    store._checkpoint.close()
+
+
+def test_an_expert_just_read_is_not_the_next_to_go(folder):
+    store = opened(folder, cap=3)
+    store.ensure(0, [1, 2, 3])
+    store.stamp[0, [1, 2, 3]] = [7, 9, 8]
+    store.ensure(0, [4])
+    assert store.resident(0) == {2, 3, 4} and store.stamp[0, 4] == 9
+    store.ensure(0, [5])
+    assert store.resident(0) == {2, 4, 5}
+    store.close()
+
+
+def test_memory_is_taken_as_slots_fill(tmp_path):
+    """6 of 12 slots filled: the arena's resident pages are the filled half, give or take a page."""
+    config = tiny_config(num_experts=16, moe_intermediate_size=256, ple_layer_ids=[], num_hidden_layers=4,
+                         layer_types=["linear_attention"] * 3 + ["full_attention"])  # fmt: skip
+    store = opened(write_tiny(tmp_path, config, mtp=False), cap=12)
+
+    def rss() -> int:
+        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["RssAnon"].split()[0]) << 10
+
+    before = rss()
+    for layer in range(4):
+        store.ensure(layer, range(6))
+    grown = rss() - before
+    assert abs(grown - store.nbytes / 2) < 1 << 20, (grown, store.nbytes)
+    store.close()
+
+
+def test_misuse(folder):
+    with pytest.raises(UsageError):
+        opened(folder, cap=0)
+    with pytest.raises(UsageError):
+        opened(folder, cap=13)
+    store = opened(folder, cap=3)
+    for ids in ([1, 1], [1, 2, 3, 4]):
+        with pytest.raises(ValueError):
+            store.ensure(0, ids)
+    assert store.resident(0) == set()
+    store.close()
+
+
+def faulty(monkeypatch, fails: int, layer_bytes: range) -> list[int]:
+    """Make the first `fails` reads inside `layer_bytes` fail; returns the offsets that failed."""
+    real, failed = os.preadv, []
+
+    def preadv(fd, buffers, offset):
+        if offset in layer_bytes and len(failed) < fails:
+            failed.append(offset)
+            real(fd, [buffers[0][: len(buffers[0]) // 2]], offset)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    return failed
+
+
+def where(store: ExpertStore, layer: int, expert: int) -> range:
+    tensor = store._checkpoint[f"layers.{layer}.mlp.experts.gate_up_proj"]
+    size = tensor.nbytes // store.geometry.experts
+    return range(tensor.offset + expert * size, tensor.offset + (expert + 1) * size)
+
+
+def test_one_failure_is_retried(folder, monkeypatch):
+    store = opened(folder, cap=3)
+    failed = faulty(monkeypatch, 1, where(store, 1, 2))
+    store.ensure(1, [2, 3])
+    assert len(failed) == 1 and store.slot(1, 2).tobytes() == expected_slot(store, 1, 2)
+    store.close()
+
+
+def test_two_failures_name_the_expert_and_leave_it_absent(folder, monkeypatch):
+    store = opened(folder, cap=3)
+    store.ensure(1, [5, 6, 7])
+    with monkeypatch.context() as patch:
+        faulty(patch, 2, where(store, 1, 2))
+        with pytest.raises(ReadError, match=r"model.safetensors: cannot read expert 2 of layer 1.*errno 5"):
+            store.ensure(1, [2, 3])
+    assert store.table[1, 2] == 0 and store.resident(1) == {3, 7}
+    assert store.slot(1, 3).tobytes() == expected_slot(store, 1, 3)
+    store.ensure(1, [2, 4])
+    assert store.resident(1) >= {2, 4} and len(store.resident(1)) == 3
+    assert store.slot(1, 2).tobytes() == expected_slot(store, 1, 2)
+    store.close()
+
+
+def test_a_file_that_shrank_is_a_read_error(tmp_path):
+    store = opened(write_tiny(tmp_path, dtype="F32"), cap=3)
+    os.truncate(tmp_path / "model.safetensors", 2000)
+    with pytest.raises(ReadError, match="expert 1 of layer 3.*unexpected end"):
+        store.ensure(3, [1])
+    assert not store.table.any()
+    store.close()
+
+
+@pytest.mark.parametrize(("suffix", "raw"), [("", b"\x7f"), ("", b"\xff"), ("_scale_inv", b"\x80\x7f"),
+                                             ("_scale_inv", b"\xc0\x7f")])  # fmt: skip
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_nan_in_an_expert_names_it(tmp_path, suffix, raw, name):
+    folder = write_tiny(tmp_path, tiny_config(num_hidden_layers=1, layer_types=["linear_attention"], ple_layer_ids=[]),
+                        dtype="FP8", mtp=False)  # fmt: skip
+    store = opened(folder, cap=3)
+    tensor = store._checkpoint[f"layers.0.mlp.experts.6.{name}_proj.weight{suffix}"]
+    with open(tensor.path, "r+b") as file:
+        file.seek(tensor.offset + tensor.nbytes - len(raw))
+        file.write(raw)
+    store.ensure(0, [5])
+    with pytest.raises(ModelError, match="expert 6 of layer 0"):
+        store.ensure(0, [6])
+    assert store.resident(0) == {5} and store.table[0, 6] == 0
+    store.close()
+
+
+def test_fused_fp8_whose_halves_share_a_scale_is_refused(tmp_path):
+    folder = write_tiny(tmp_path, dtype="FP8", per_expert=False)
+    with pytest.raises(ModelError, match="share a scale"):
+        opened(folder, cap=3)

@@ -1,0 +1,77 @@
+"""COLI_SIMD=0: code for a CPU without AVX-512 gives the same bits as the fast build (kernels/simd.py says why)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from harness import call, pointers, step, tile_table
+
+from coli.kernels import simd
+from coli.kernels.linear import linear, quantize
+from coli.kernels.linear_reference import to_bf16
+from coli.kernels.packing import GRAIN, OFFSETS, PREPARED_KINDS, pack_int4, pack_int8, prepared_bytes
+from coli.kernels.tiles import tile
+
+# AVX2, FMA and F16C, and nothing of AVX-512: the features must be named (here: none beyond the CPU's own), because
+# Numba adds all of the host's to a CPU name alone.
+PORTABLE = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}
+
+
+def outputs() -> dict[str, str]:
+    """Hashes of a few kernels' outputs, at odd sizes."""
+    n, k, count = 35, 203, 3
+    rng = np.random.default_rng(9)
+    w, x = rng.standard_normal((n, k), dtype=np.float32), rng.standard_normal((count, k), dtype=np.float32)
+    fp8 = rng.integers(0, 0x7F, (n, k)).astype(np.uint8)
+    weights = {
+        "f16": w.astype(np.float16), "bf16": to_bf16(w), "fp8": fp8, "int8": pack_int8(w).data,
+        "int4": pack_int4(w).data, "int4f": pack_int4(w).data,
+    }  # fmt: skip
+    scales = rng.random((3, 7), dtype=np.float32)
+    hashes = {}
+    for kind, stored in weights.items():
+        rows = x
+        if kind in PREPARED_KINDS:
+            rows = np.zeros((count, prepared_bytes(k)), np.uint8)
+            call(quantize, np.array([count]), pointers(x), pointers(rows), k, OFFSETS[kind])
+        y = np.zeros((count, n), np.float32)
+        tiles = tile_table({3: tile(kind, 3)})
+        call(linear, step(count), stored, scales, pointers(rows, 6), pointers(y, 6), n, k, 16, 32, tiles, GRAIN)
+        hashes[kind] = hashlib.sha256(y.tobytes()).hexdigest()
+    return hashes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or not llvm.get_host_cpu_features().get("avx2", False),
+    reason="needs an x86 CPU with AVX2",
+)
+def test_the_portable_build_gives_the_same_bits() -> None:
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__))],
+        env={**os.environ, **PORTABLE},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    other = json.loads(result.stdout.splitlines()[-1])
+    assert other["vnni"] is False
+    assert other["outputs"] == outputs()
+
+
+def test_vnni_is_used_where_the_cpu_has_it() -> None:
+    if "NUMBA_CPU_FEATURES" not in os.environ and "NUMBA_CPU_NAME" not in os.environ:
+        assert simd.has_vnni() == llvm.get_host_cpu_features().get("avx512vnni", False)
+
+
+if __name__ == "__main__":
+    print(json.dumps({"vnni": simd.has_vnni(), "outputs": outputs()}))
