@@ -67,10 +67,10 @@ class Session:
         before = self._expert_counts()
         reason = "cancelled"
         try:
+            sampler = Sampler(request.sampling, self.engine.geometry.vocab, request.prompt_ids)
             logits = self._prefill(request.prompt_ids)
             clock.prefilled = clock.first = clock.end = time.perf_counter()
             if logits is not None:
-                sampler = Sampler(request.sampling, self.engine.geometry.vocab, request.prompt_ids)
                 stops = self.engine.stop_ids if request.stop_ids is None else request.stop_ids
                 for reason, piece in self._decode(logits, sampler, stream, stops, limit, ids, clock):
                     if piece:
@@ -84,6 +84,8 @@ class Session:
 
     def _limit(self, request: Request) -> int:
         """Tokens this answer may have."""
+        if not request.prompt_ids:
+            raise UsageError("the prompt has no tokens", "prompt", "give some text")
         room = self.engine.ctx - len(request.prompt_ids)
         if room < 1:
             raise PromptTooLong(
@@ -97,7 +99,7 @@ class Session:
     def _prefill(self, prompt: tuple[int, ...]) -> np.ndarray | None:
         """Logits after the prompt; None when cancelled."""
         ids, size, logits = np.asarray(prompt, np.int64), self.engine.limit, None
-        for at in range(0, max(1, len(ids)), size):
+        for at in range(0, len(ids), size):
             if self._cancelled:
                 return None
             logits = self.engine.model.forward(ids[at : at + size], self.state).logits[-1]

@@ -90,6 +90,7 @@ class Program:
 
     def view(self, array: np.ndarray) -> Rows:
         """Rows of an existing buffer, or of a column range of one."""
+        self._kept.append(array)  # the table will hold addresses of its rows only
         pointers = row_pointers(array)
         self.nbytes += pointers.nbytes
         return Rows(array, pointers)

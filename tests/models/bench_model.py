@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,24 @@ def random_ids(count: int, folder: Path, seed: int = 5) -> np.ndarray:
     return ids
 
 
-def oracle_logits(folder: Path, ids: np.ndarray, dtype: type) -> np.ndarray:
+class _Changed(Weights):
+    """The oracle's weights, each passed through `change(name, array)`."""
+
+    change = staticmethod(lambda name, array: array)
+
+    def __call__(self, name: str) -> np.ndarray:
+        if name not in self.cache:
+            self.cache[name] = self.change(name, super().__call__(name))
+        return self.cache[name]
+
+
+def oracle_logits(
+    folder: Path, ids: np.ndarray, dtype: type, change: Callable[[str, np.ndarray], np.ndarray] | None = None
+) -> np.ndarray:
     block = (json.loads((folder / "config.json").read_text()).get("quantization_config") or {}).get("weight_block_size")
-    weights = Weights(SafetensorsDir(folder), dtype, **({"block": block} if block else {}))
+    weights = _Changed(SafetensorsDir(folder), dtype, **({"block": block} if block else {}))
+    if change:
+        weights.change = change
     prefix = "model.language_model." if any(n.startswith("model.language_model.") for n in weights.src.keys()) else "model."
     return Qwen4Model(text_config(folder), weights, prefix).forward(ids)[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from coli.kernels.packing import quantise_int8
 from tests.models.bench_model import Opened, oracle_logits, random_ids
 from tests.tiny import tiny_config, write_tiny
 
@@ -108,17 +109,29 @@ def test_the_bits_do_not_depend_on_the_threads(tiny, threads):
         assert opened.logits(ids, [6])[1].tobytes() == expected.tobytes()
 
 
-def test_int8_rows_stay_close_and_row_independent(tiny):
+KEPT = ("block_inject_weight", "in_proj_a", "in_proj_b", "index_qk_proj", "mlp.gate", "shared_expert_gate", "embed_tokens",
+        "experts.", "ngram_embedding", "conv1d")  # fmt: skip
+
+
+def _int8_rows(name: str, w: np.ndarray) -> np.ndarray:
+    if w.ndim != 2 or any(part in name for part in KEPT):
+        return w
+    codes, scales = quantise_int8(w)
+    return codes.astype(w.dtype) * scales[:, None]
+
+
+def test_int8_rows_equal_the_oracle_on_the_rounded_weights(tiny):
+    """With float32 activations exactly; int8 activations add the usual error and stay row independent."""
     ids = random_ids(40, tiny)
-    exact = oracle_logits(tiny, ids, np.float64)
-    scale = np.abs(exact).max()
-    errors = {}
-    for act in ("int8", "f32"):
-        with Opened(tiny, trunk_int8=True, act=act) as opened:
-            (_, one), (_, many) = opened.logits(ids, [1]), opened.logits(ids, [6])
-        assert one.tobytes() == many.tobytes()
-        errors[act] = np.abs(one - exact).max() / scale
-    assert errors["f32"] < 0.1 and errors["int8"] < 0.2
+    exact = oracle_logits(tiny, ids, np.float64, change=_int8_rows)
+    with Opened(tiny, trunk_int8=True, act="f32") as opened:
+        _, logits = opened.logits(ids, [6])
+    assert np.abs(logits - exact).max() <= 10 * F32_COLUMN
+    with Opened(tiny, trunk_int8=True) as opened:
+        (_, one), (_, many) = opened.logits(ids, [1]), opened.logits(ids, [6])
+    assert one.tobytes() == many.tobytes()
+    error = np.median(np.abs(one - exact).max(-1)) / np.abs(exact).max()  # 8 layers of widths 64: few inputs to average
+    assert 1e-4 < error < 0.15
 
 
 def test_a_value_that_is_not_finite_names_the_layer(tmp_path):
