@@ -20,8 +20,9 @@ from coli.chat import ChatTemplate, stop_ids
 from coli.errors import ModelError, UsageError
 from coli.experts import ExpertStore, expert_record, stored_kind
 from coli.formats.checkpoint import Checkpoint
-from coli.models import find, qwen38, qwen38_layout
+from coli.models import find, qwen38_layout, qwen38_program
 from coli.models.base import Weights
+from coli.models.qwen38 import Qwen38
 from coli.models.qwen38_geometry import Geometry
 from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads
@@ -74,8 +75,8 @@ class Engine:
         kind, block = stored_kind(self.checkpoint, g)
         slot = expert_record(kind, g, block).nbytes
         self.terms = memory.terms(
-            qwen38.state_spec(g), dense=qwen38_layout.sizes(self.checkpoint, g).dense, ctx=self.ctx,
-            workspace=qwen38.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
+            qwen38_program.state_spec(g), dense=self._dense_bytes(), ctx=self.ctx,
+            workspace=qwen38_program.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
         )
         budget = settings.ram or memory.default_budget()
         fits = memory.choose_cap(budget, self.terms, layers=g.layers, experts=g.experts, slot_bytes=slot)
@@ -84,8 +85,15 @@ class Engine:
             self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
         store = ExpertStore(self.checkpoint, g, self.cap, threads=max(4, self.threads))
         weights = Weights(self.checkpoint, trunk_int8=settings.trunk_int8, activations=settings.act)
-        self.model = qwen38.Qwen38(self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit)
+        self.model = Qwen38(
+            self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit
+        )
         self.store, self.weights = store, weights
+
+    def _dense_bytes(self) -> int:
+        """Of the dense weights that a step touches: all but the embedding, whose rows are read one by one."""
+        dense = qwen38_layout.sizes(self.checkpoint, self.geometry).dense
+        return dense if self.geometry.tied else dense - self.checkpoint["embed_tokens.weight"].nbytes
 
     @cached_property
     def chat(self) -> ChatTemplate | None:
@@ -93,7 +101,8 @@ class Engine:
 
     def geometry_facts(self) -> dict[str, Any]:
         """The geometry as plain JSON values."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.geometry).items()}
+        facts = asdict(self.geometry)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
 
     def banner(self) -> str:
         dense = "int8 rows" if self.settings.trunk_int8 else "as stored"

@@ -47,7 +47,8 @@ def available() -> int:
     """Bytes this process may still take: free memory of the machine or of its control group, whichever is less."""
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().splitlines()[0].split("::")[-1].lstrip("/")
+        own = Path("/proc/self/cgroup").read_text().splitlines()[-1].split("::")[-1]
+        group = Path("/sys/fs/cgroup") / own.lstrip("/")
         for folder in (group, *group.parents):
             limit = folder / "memory.max"
             if limit.exists() and limit.read_text().strip() != "max":

@@ -32,14 +32,34 @@ class Request:
     stop_ids: frozenset[int] | None = None
 
 
-@dataclass
-class _Clock:
-    """Seconds on the monotonic clock at the turns of one answer."""
+class _Turn:
+    """One answer under way: what was picked, how it ends, and the moments the report needs (monotonic seconds)."""
 
-    start: float = 0.0
-    prefilled: float = 0.0
-    first: float = 0.0
-    end: float = 0.0
+    def __init__(self, request: Request, engine: Engine, limit: int) -> None:
+        self.request, self.limit = request, limit
+        self.sampler = Sampler(request.sampling, engine.geometry.vocab, request.prompt_ids)
+        self.stream = TextStream(engine.tokenizer, request.stop)
+        self.stops = engine.stop_ids if request.stop_ids is None else request.stop_ids
+        self.ids: list[int] = []
+        self.reason = ""  # "stop", "length" or "cancelled" once it has ended
+        self.start = time.perf_counter()
+        self.prefilled = self.first = self.end = 0.0
+
+    def pick(self, logits: np.ndarray) -> str:
+        """Choose the next token; returns the text it lets out. The first cause to end the answer wins."""
+        token = self.sampler.pick(logits)
+        self.ids.append(token)
+        self.end = time.perf_counter()
+        self.first = self.first or self.end
+        if token in self.stops:
+            self.reason = "stop"
+            return ""
+        piece = self.stream.push(token)
+        if self.stream.stopped:
+            self.reason = "stop"
+        elif len(self.ids) >= self.limit:
+            self.reason = "length"
+        return piece
 
 
 class Session:
@@ -58,32 +78,25 @@ class Session:
 
     def generate(self, request: Request) -> Iterator[str]:
         """Yield the answer's text in pieces; `report` is there when the iterator has ended, however it ended."""
-        limit = self._limit(request)
+        turn = _Turn(request, self.engine, self._limit(request))
         self.state.reset()
         self._cancelled, self.report = False, None
-        stream = TextStream(self.engine.tokenizer, request.stop)
-        ids: list[int] = []
-        clock = _Clock(start=time.perf_counter())
         before = self._expert_counts()
-        reason = "cancelled"
         try:
-            sampler = Sampler(request.sampling, self.engine.geometry.vocab, request.prompt_ids)
             logits = self._prefill(request.prompt_ids)
-            clock.prefilled = clock.first = clock.end = time.perf_counter()
-            if logits is not None:
-                stops = self.engine.stop_ids if request.stop_ids is None else request.stop_ids
-                for reason, piece in self._decode(logits, sampler, stream, stops, limit, ids, clock):
-                    if piece:
-                        yield piece
-            tail = stream.flush()
-            if tail:
-                yield tail
+            turn.prefilled = time.perf_counter()
+            while logits is not None and not self._cancelled:
+                self.last_logits = logits
+                yield from filter(None, [turn.pick(logits)])
+                if turn.reason:
+                    break
+                logits = self.engine.model.forward(turn.ids[-1:], self.state).logits[0]
+            yield from filter(None, [turn.stream.flush()])
         finally:
-            clock.end = clock.end or time.perf_counter()
-            self.report = self._report(request, ids, stream.text, reason or "cancelled", clock, before)
+            self.report = self._report(turn, before)
 
     def _limit(self, request: Request) -> int:
-        """Tokens this answer may have."""
+        """Tokens this answer may have. Raises UsageError for a prompt without tokens and PromptTooLong."""
         if not request.prompt_ids:
             raise UsageError("the prompt has no tokens", "prompt", "give some text")
         room = self.engine.ctx - len(request.prompt_ids)
@@ -91,13 +104,13 @@ class Session:
             raise PromptTooLong(
                 f"the prompt has {len(request.prompt_ids):,} tokens, the context holds {self.engine.ctx:,} and an "
                 "answer needs at least one of them", "prompt", "shorten it or raise --ctx",
-            )
+            )  # fmt: skip
         if request.max_tokens is not None and request.max_tokens < 1:
             raise UsageError(f"{request.max_tokens} tokens is no answer", "--max-tokens", "give at least 1")
         return room if request.max_tokens is None else min(room, request.max_tokens)
 
     def _prefill(self, prompt: tuple[int, ...]) -> np.ndarray | None:
-        """Logits after the prompt; None when cancelled."""
+        """Logits after the prompt; None when cancelled on the way."""
         ids, size, logits = np.asarray(prompt, np.int64), self.engine.limit, None
         for at in range(0, len(ids), size):
             if self._cancelled:
@@ -105,43 +118,27 @@ class Session:
             logits = self.engine.model.forward(ids[at : at + size], self.state).logits[-1]
         return logits
 
-    def _decode(self, logits: np.ndarray, sampler: Sampler, stream: TextStream, stops: frozenset[int], limit: int,
-                ids: list[int], clock: _Clock) -> Iterator[tuple[str, str]]:
-        """Yield (reason so far: "" while running, piece) token by token."""
-        while not self._cancelled:
-            self.last_logits = logits
-            token = sampler.pick(logits)
-            ids.append(token)
-            if len(ids) == 1:
-                clock.first = time.perf_counter()
-            clock.end = time.perf_counter()
-            if token in stops:
-                yield "stop", ""
-                return
-            piece = stream.push(token)
-            reason = "stop" if stream.stopped else "length" if len(ids) >= limit else ""
-            yield reason, piece
-            if reason:
-                return
-            logits = self.engine.model.forward([token], self.state).logits[0]
-        yield "cancelled", ""
-
     def _expert_counts(self) -> tuple[int, int, int]:
         store = self.engine.store
         return store.hits, store.misses, store.bytes_read
 
-    def _report(self, request: Request, ids: list[int], text: str, reason: str, clock: _Clock,
-                before: tuple[int, int, int]) -> RunReport:
-        engine = self.engine
-        prefill = (clock.prefilled or clock.end) - clock.start
-        decode = clock.end - clock.first if ids else 0.0
+    def _report(self, turn: _Turn, before: tuple[int, int, int]) -> RunReport:
+        engine, prompt, answer = self.engine, len(turn.request.prompt_ids), len(turn.ids)
+        prefill = (turn.prefilled or time.perf_counter()) - turn.start
+        decode = turn.end - turn.first
         return RunReport(
-            text=text, token_ids=tuple(ids), prompt_tokens=len(request.prompt_ids), completion_tokens=len(ids),
-            finish_reason=reason,
+            text=turn.stream.text,
+            token_ids=tuple(turn.ids),
+            prompt_tokens=prompt,
+            completion_tokens=answer,
+            finish_reason=turn.reason or "cancelled",
             timings=Timings(
-                load_s=engine.load_s, ttft_s=clock.first - clock.start if ids else 0.0, prefill_s=prefill,
-                decode_s=decode, prefill_tok_s=rate(len(request.prompt_ids), prefill),
-                decode_tok_s=rate(len(ids) - 1, decode) if ids else 0.0,
+                load_s=engine.load_s,
+                ttft_s=turn.first - turn.start if answer else 0.0,
+                prefill_s=prefill,
+                decode_s=decode,
+                prefill_tok_s=rate(prompt, prefill),
+                decode_tok_s=rate(max(0, answer - 1), decode),
             ),
             peak_rss_bytes=memory.peak_rss(),
             experts=Experts(*(now - then for now, then in zip(self._expert_counts(), before, strict=True))),

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import block_size, widen
+from coli.formats.safetensors import STORAGE
 from coli.kernels.packing import aligned_bytes, pack_int8, packed_bytes
 from coli.program.ops import Weight
 
 _KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "fp8"}
+_TABLE_KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # kernels/streams.py
 _PIECE = 1 << 24  # weights repacked at a time
 
 
@@ -72,8 +75,8 @@ class Weights:
         return weight
 
     def _block_fp8(self, name: str, codes: np.ndarray) -> Weight:
-        scales = self._floats(name + "_scale_inv")
-        return Weight("fp8", *codes.shape, codes, np.ascontiguousarray(scales), block_size(self.checkpoint.quantization))
+        scales = np.ascontiguousarray(self._floats(name + "_scale_inv"))
+        return Weight("fp8", *codes.shape, codes, scales, block_size(self.checkpoint.quantization))
 
     def _int8(self, codes: np.ndarray, dtype: str) -> Weight:
         """Packed in pieces of rows, so that the float32 copy of a piece is all that is ever held beside."""
@@ -85,3 +88,26 @@ class Weights:
             start = packed_bytes("int8", at, k)
             data[start : start + len(piece)] = piece
         return Weight("int8" if self.activations == "int8" else "int8f", n, k, data)
+
+
+class Embedding:
+    """Rows of the embedding table, read from the file as they are needed: a table of a gigabyte of which a text uses a
+    few thousand rows never becomes resident.
+
+    `rows` [limit, H] holds the rows of the current call in the stored dtype, `kind` names it for the embed kernel."""
+
+    def __init__(self, checkpoint: Checkpoint, limit: int) -> None:
+        tensor = checkpoint["embed_tokens.weight"]
+        if tensor.dtype not in _TABLE_KINDS:
+            known = ", ".join(_TABLE_KINDS)
+            raise ModelError(f"an embedding table of {tensor.dtype}", tensor.path, f"it may be {known}")
+        self.kind = _TABLE_KINDS[tensor.dtype]
+        self.rows = np.zeros((limit, tensor.shape[1]), STORAGE[tensor.dtype])
+        self._checkpoint, self._tensor = checkpoint, tensor
+        self._views = [memoryview(row).cast("B") for row in self.rows]
+        self._row_bytes = self.rows.strides[0]
+
+    def read(self, ids: np.ndarray) -> None:
+        """Put the rows of these tokens in place. Raises ReadError."""
+        for view, token in zip(self._views, ids.tolist(), strict=False):
+            self._checkpoint.read_into(self._tensor, view, token * self._row_bytes)

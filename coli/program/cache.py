@@ -158,7 +158,7 @@ class Kernels:
         if not names:
             return
         # tiles of many rows take longest: deal them out in turn, longest first
-        order = sorted(names, key=lambda name: (not name.startswith("tile"), -int(name[-1]) if name[-1].isdigit() else 0))
+        order = sorted(names, key=lambda name: (name.startswith("tile"), name[-1]), reverse=True)
         workers = max(1, min(4, os.cpu_count() or 1, len(order)))
         env = dict(os.environ, NUMBA_NUM_THREADS="1")
         if not self.simd:
@@ -166,7 +166,7 @@ class Kernels:
         start = time.monotonic()
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "coli.program.compile", str(self.folder), *order[i::workers]],
+                [sys.executable, "-P", "-m", "coli.program.compile", str(self.folder), *order[i::workers]],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, stdin=subprocess.DEVNULL,
             )
             for i in range(workers)
@@ -181,9 +181,8 @@ class Kernels:
                 for key, _ in ready.select():
                     if key.fileobj.readline():  # type: ignore[union-attr]
                         done += 1
-                        self._progress(
-                            f"compiling kernels for this CPU, once: {done}/{len(names)}, {time.monotonic() - start:.0f} s"
-                        )
+                        seconds = time.monotonic() - start
+                        self._progress(f"compiling kernels for this CPU, once: {done}/{len(names)}, {seconds:.0f} s")
                     else:
                         ready.unregister(key.fileobj)
         for process in processes:

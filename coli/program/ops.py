@@ -52,7 +52,9 @@ def quantized(program: Program, source: Input, kind: str, count: np.ndarray | No
     return source.prepared[kind]
 
 
-def linear(program: Program, source: Input, weight: Weight, out: Rows, *, step: Any = None, barrier: bool = True) -> None:
+def linear(
+    program: Program, source: Input, weight: Weight, out: Rows, *, step: Any = None, barrier: bool = True
+) -> None:
     """out = source @ weight.T for the rows of this call."""
     xs = quantized(program, source, weight.kind, step)
     program.op(
@@ -69,7 +71,9 @@ def linears(program: Program, source: Input, pairs: list[tuple[Weight, Rows]]) -
         linear(program, source, weight, out, barrier=i == len(pairs) - 1)
 
 
-def rms_group(program: Program, x: Rows, weight: np.ndarray, y: Rows, group: int, eps: float, *, step: Any = None) -> None:
+def rms_group(
+    program: Program, x: Rows, weight: np.ndarray, y: Rows, group: int, eps: float, *, step: Any = None
+) -> None:
     """RMS norm of each `group` consecutive features."""
     step = program.step if step is None else step
     program.op("rms_group", step, x.array, x.ld, weight, y.array, y.ld, weight.size, group, eps)

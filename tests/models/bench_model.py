@@ -52,7 +52,8 @@ def oracle_logits(
     weights = _Changed(SafetensorsDir(folder), dtype, **({"block": block} if block else {}))
     if change:
         weights.change = change
-    prefix = "model.language_model." if any(n.startswith("model.language_model.") for n in weights.src.keys()) else "model."
+    nested = any(name.startswith("model.language_model.") for name in weights.src.index)
+    prefix = "model.language_model." if nested else "model."
     return Qwen4Model(text_config(folder), weights, prefix).forward(ids)[0]
 
 

@@ -109,8 +109,8 @@ def test_the_bits_do_not_depend_on_the_threads(tiny, threads):
         assert opened.logits(ids, [6])[1].tobytes() == expected.tobytes()
 
 
-KEPT = ("block_inject_weight", "in_proj_a", "in_proj_b", "index_qk_proj", "mlp.gate", "shared_expert_gate", "embed_tokens",
-        "experts.", "ngram_embedding", "conv1d")  # fmt: skip
+KEPT = ("block_inject_weight", "in_proj_a", "in_proj_b", "index_qk_proj", "mlp.gate", "shared_expert_gate",
+        "embed_tokens", "experts.", "ngram_embedding", "conv1d")  # fmt: skip
 
 
 def _int8_rows(name: str, w: np.ndarray) -> np.ndarray:

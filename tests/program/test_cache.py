@@ -43,7 +43,10 @@ def test_a_damaged_object_is_made_again(tmp_path):
 
 
 def test_two_processes_at_once_share_the_work(tmp_path):
-    code = f"from pathlib import Path\nfrom coli.program.cache import Kernels\nKernels(Path({str(tmp_path)!r})).load({NAMES!r})"
+    code = (
+        "from pathlib import Path\nfrom coli.program.cache import Kernels\n"
+        f"Kernels(Path({str(tmp_path)!r})).load({NAMES!r})"
+    )
     both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
     left = sorted(path.name for path in (tmp_path / cache_key(True)).iterdir())
@@ -62,9 +65,12 @@ def test_an_unwritable_folder_costs_one_note_and_still_runs(tmp_path):
 def test_another_user_without_home_and_cache_can_run(tmp_path):
     """complaints.md 62a: a read-only tree and no HOME must not end in an exception."""
     prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
-    env = {key: value for key, value in os.environ.items() if key not in ("HOME", "XDG_CACHE_HOME")}
-    code = f"from coli.program.cache import Kernels\nk = Kernels()\nk.load({NAMES!r})\nprint(k['todo'] > 0, len(k.notes))"
-    done = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, env=env | {"HOME": "/nonexistent"})
+    env = {key: value for key, value in os.environ.items() if key != "XDG_CACHE_HOME"} | {"HOME": "/nonexistent"}
+    code = (
+        "from coli.program.cache import Kernels\nk = Kernels()\n"
+        f"k.load({NAMES!r})\nprint(k['todo'] > 0, len(k.notes))"
+    )
+    done = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, env=env)
     if "Permission denied" in done.stderr and "python" in done.stderr.lower():
         pytest.skip("the other user cannot run this Python")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,116 @@
+"""Memory keeps its word: the terms against what is allocated, and against what the process really holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from coli import memory
+from coli.errors import DoesNotFit
+from coli.models import qwen38_program
+from coli.settings import load
+from tests.big_checkpoint import write_real_geometry
+from tests.models.bench_model import Opened
+from tests.tiny import odd_config, tiny_config, write_tiny
+
+# One process: open, run a prompt and some tokens, print what the engine planned and what the kernel counted.
+RUN = """
+import json, sys
+import numpy as np
+from coli import memory
+from coli.engine import Engine
+from coli.settings import load
+flags, prompt, tokens = json.loads(sys.argv[1])
+with Engine.open(load(flags, {})[0]) as engine:
+    state, ids = engine.model.new_state(), np.random.default_rng(1).integers(0, engine.geometry.vocab, prompt + tokens)
+    logits = engine.model.forward(ids[:prompt], state).logits
+    for token in ids[prompt:]:
+        logits = engine.model.forward([token], state).logits
+    store = engine.store
+    filled = sum(len(store.resident(layer)) for layer in range(engine.geometry.layers)) * store.record.nbytes
+    print(json.dumps({
+        "planned": engine.terms.total + store.nbytes, "unfilled": store.nbytes - filled,
+        "kv_unused": (engine.ctx - state.length) * engine.model.spec.kv_bytes_per_token(),
+        "peak": memory.peak_rss(), "cap": engine.cap, "finite": bool(np.isfinite(logits).all()),
+    }))
+"""
+
+
+def _run(prompt: int, tokens: int, **flags) -> dict:
+    job = json.dumps([flags | {"threads": 2}, prompt, tokens])
+    done = subprocess.run([sys.executable, "-c", RUN, job], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def _check(seen: dict) -> None:
+    """Peak RSS lies within 3 % or 64 MiB of the plan, less the slots and positions this run had no use for."""
+    used = seen["planned"] - seen["unfilled"] - seen["kv_unused"]
+    assert seen["finite"]
+    assert abs(seen["peak"] - used) <= max(0.03 * used, 64 << 20), seen
+
+
+@pytest.mark.parametrize("ctx", [64, 4096])
+@pytest.mark.parametrize("odd", [False, True])
+def test_the_workspace_is_what_was_computed(tmp_path, ctx, odd):
+    folder = write_tiny(tmp_path, odd_config() if odd else tiny_config(max_position_embeddings=8192), dtype="F32")
+    ctx = min(ctx, 256) if odd else ctx
+    with Opened(folder, ctx=ctx, threads=3) as opened:
+        engine = opened.engine
+        computed = qwen38_program.workspace_bytes(engine.geometry, limit=engine.limit, ctx=engine.ctx, threads=3)
+        assert abs(computed - engine.model.workspace_bytes) <= 0.03 * engine.model.workspace_bytes + 4096
+        spec = engine.model.spec
+        state = opened.state
+        kv = state.k.nbytes + state.v.nbytes + state.raw.nbytes + state.pooled.nbytes
+        assert abs(kv - ctx * spec.kv_bytes_per_token()) <= 8 * spec.attention_layers * spec.index_dim
+        assert state.live.nbytes == spec.recurrent_bytes()
+        assert sum(ring.nbytes for ring in state.rings) == spec.ring_bytes()
+
+
+def test_the_shipped_model_holds_what_was_planned():
+    _check(_run(300, 40))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [4, 24])
+def test_the_real_geometry_loads_runs_and_holds_what_was_planned(tmp_path_factory, cap):
+    """Qwen3.8-Flash-Next FP8, per layer as released (4 of 48 layers; experts and n-gram table sparse): 64 GB of
+    files, a few of them resident."""
+    folder = tmp_path_factory.getbasetemp() / "real-geometry"
+    if not folder.exists():
+        write_real_geometry(folder, layers=4)
+    seen = _run(24, 8, model=str(folder), cap=cap, ctx=1024, prefill_chunk=24)
+    assert seen["cap"] == cap
+    _check(seen)
+
+
+def test_a_budget_sizes_the_cache_and_a_budget_below_the_floor_is_refused(tmp_path):
+    folder = write_tiny(tmp_path, dtype="F32")
+    with Opened(folder) as opened:
+        engine = opened.engine
+        layer_slots = engine.geometry.layers * engine.store.record.nbytes
+        floor = engine.terms.total
+    for slots in (1, 3):
+        with Opened(folder, ram=(floor + slots * layer_slots + layer_slots / 2) / 1e9) as opened:
+            assert opened.engine.cap == slots
+    with pytest.raises(DoesNotFit) as refused:
+        Opened(folder, ram=(floor + layer_slots / 2) / 1e9)
+    assert f"{(floor + layer_slots / 2) / 1e9:.2f} GB" in str(refused.value)
+    assert f"at least {(floor + layer_slots) / 1e9:.2f} GB" in str(refused.value)
+
+
+def test_a_cap_beyond_the_budget_is_lowered_and_said(tmp_path):
+    folder = write_tiny(tmp_path, dtype="F32")
+    with Opened(folder) as opened:
+        engine = opened.engine
+        budget = (engine.terms.total + 2.5 * engine.geometry.layers * engine.store.record.nbytes) / 1e9
+    with Opened(folder, ram=budget, cap=7) as opened:
+        assert opened.engine.cap == 2
+        assert any("--cap 7" in note for note in opened.engine.notes)
+
+
+def test_the_default_budget_leaves_room():
+    assert 0 < memory.default_budget() <= 0.88 * memory.available() * 1.2
+    assert load({"ram": 1.5}, {})[0].ram == 1_500_000_000
