@@ -101,7 +101,7 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes allocated (address space; untouched pages cost no memory)."""
-        arrays = [self.tokens, self.k, self.v, self.raw, self.pooled, self.live, *self.rings, *self.slots]
+        arrays: list[np.ndarray] = [self.tokens, self.k, self.v, self.raw, self.pooled, self.live, *self.rings, *self.slots]
         return sum(array.nbytes for array in arrays)
 
     def reserve(self, slots: int) -> bool:
@@ -170,7 +170,7 @@ class State:
         """Every byte that later rows can depend on: two states with equal content are the same state."""
         snap = self.copy()
         blocks = self.length // self.spec.index_ratio
-        parts = {
+        parts: dict[str, np.ndarray] = {
             "tokens": snap.tokens, "recurrent": snap.recurrent, "k": self.k[:, :, : self.length],
             "v": self.v[:, :, : self.length], "raw": self.raw[:, : self.length], "pooled": self.pooled[:, :blocks],
         }

@@ -76,7 +76,8 @@ class Weights:
 
     def _block_fp8(self, name: str, codes: np.ndarray) -> Weight:
         scales = np.ascontiguousarray(self._floats(name + "_scale_inv"))
-        return Weight("fp8", *codes.shape, codes, scales, block_size(self.checkpoint.quantization))
+        n, k = codes.shape
+        return Weight("fp8", n, k, codes, scales, block_size(self.checkpoint.quantization))
 
     def _int8(self, codes: np.ndarray, dtype: str) -> Weight:
         """Packed in pieces of rows, so that the float32 copy of a piece is all that is ever held beside."""

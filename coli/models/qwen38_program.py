@@ -59,6 +59,11 @@ def _scratch_floats(g: Geometry, ctx: int) -> int:
     return (4 * min(ctx, (g.index_blocks + 1) * g.index_ratio) + 15) // 16 * 16
 
 
+def _cache(part: str, index: int) -> StateCell:
+    """Array `part` of the state (K, V or index keys), of attention layer `index`."""
+    return StateCell(lambda state: getattr(state, part)[index].ctypes.data)
+
+
 class Writer:
     """Writes the program: one method an idea, buffers shared by all layers."""
 
@@ -188,10 +193,7 @@ class Writer:
             (w.matrix(name + "v_proj.weight"), self.v),
             (w.matrix(name + "indexer.index_qk_proj.weight", keep=True), self.qk),
         ])
-        k, v, raw, pooled = (
-            StateCell(lambda state, part=part: getattr(state, part)[index].ctypes.data)
-            for part in ("k", "v", "raw", "pooled")
-        )
+        k, v, raw, pooled = (_cache(part, index) for part in ("k", "v", "raw", "pooled"))
         off = g.index_ratio - 1  # the rope table starts that many positions before the first row
         p.op("attention_prep", p.step, self.q.array, self.q.ld, self.k.array, self.k.ld, self.v.array, self.v.ld,
              w.norm(name + "q_norm.weight"), w.norm(name + "k_norm.weight"), g.eps, self.rope, off, k, v, self.ctx,

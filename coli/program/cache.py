@@ -112,7 +112,8 @@ class Kernels:
     `notes` collects warnings for the user; `compiled` and `reused` count what load() did."""
 
     def __init__(self, folder: Path | None = None, *, simd: bool = True, on_progress: Progress | None = None) -> None:
-        self.simd, self.notes, self.compiled, self.reused = simd, [], 0, 0
+        self.simd, self.compiled, self.reused = simd, 0, 0
+        self.notes: list[str] = []
         self._progress = on_progress or (lambda text: None)
         self._addresses: dict[str, int] = {}
         self._engine: Any = None

@@ -46,7 +46,7 @@ def build(name: str, table: dict[str, tuple[Any, Any]]) -> tuple[str, bytes]:
     from numba import cfunc
 
     signature, function = table[name]
-    compiled = cfunc(signature, nopython=True, error_model="numpy")(function)
+    compiled: Any = cfunc(signature, error_model="numpy")(function)
     return compiled._wrapper_name, compiled._library._get_compiled_object()
 
 
