@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -89,21 +88,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-# Symbols of Numba's runtime that the error path of a compiled function names. The kernels never raise, so the path is
-# dead code, but LLVM's loader gives up on an object whose symbols it cannot all find.
-_DEAD_SYMBOLS = (
-    "numba_gil_ensure", "numba_gil_release", "numba_runtime_build_excinfo_struct", "numba_unpickle", "numba_do_raise",
-    "NRT_Free",
-    "NRT_Allocate", "NRT_MemInfo_call_dtor",
-)
-
-
-def _stub_symbols(llvm: Any) -> None:
-    harmless = ctypes.cast(ctypes.pythonapi.PyErr_Clear, ctypes.c_void_p).value
-    for name in _DEAD_SYMBOLS:
-        llvm.add_symbol(name, harmless)
 
 
 class Kernels:
@@ -198,7 +182,6 @@ class Kernels:
         if self._engine is None:
             llvm.initialize_native_target()
             llvm.initialize_native_asmprinter()
-            _stub_symbols(llvm)
             machine = llvm.Target.from_default_triple().create_target_machine()
             self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         for _, code in objects.values():

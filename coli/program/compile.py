@@ -42,11 +42,14 @@ def signatures() -> dict[str, tuple[Any, Any]]:
 
 
 def build(name: str, table: dict[str, tuple[Any, Any]]) -> tuple[str, bytes]:
-    """-> (symbol, object code) of one kernel."""
+    """-> (symbol, object code) of one kernel.
+
+    `forceinline` lets LLVM see that the kernel never raises and drop the error path, whose symbols of Numba's runtime
+    nobody could resolve in a process without Numba."""
     from numba import cfunc
 
     signature, function = table[name]
-    compiled: Any = cfunc(signature, error_model="numpy")(function)
+    compiled: Any = cfunc(signature, error_model="numpy", forceinline=True)(function)
     return compiled._wrapper_name, compiled._library._get_compiled_object()
 
 

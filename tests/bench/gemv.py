@@ -1,4 +1,4 @@
-"""Linear kernels against the machine's read bandwidth: `python tests/bench/gemv.py [--quick] [--kinds bf16,int8]`.
+"""Linear kernels against the machine's read bandwidth: `python tests/bench/gemv.py [--kinds bf16,int8]`.
 
 Every case visits more than 1 GiB of weights in turn, so they come from memory, with the program's own interpreter and
 barrier (kernels/threads.py) around each product. The ceiling is a bare loop of 512-bit loads over the same memory,
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import cfunc, njit, types
@@ -72,15 +73,14 @@ def read_all(p, tid, nt):
     st_f32(ai(p, 2) + 64 * tid, to_f32(add_i(add_i(a, b), add_i(c, d))))
 
 
-@cache
 def kernel_address(function: Callable, arguments: int = 3) -> int:
     """Address of a kernel (3 arguments) or a tile (10), compiled now and kept."""
-    compiled = cfunc(types.void(*[_INT] * arguments), nopython=True, error_model="numpy")(function)
-    _KEEP.append(compiled)
-    return compiled.address
+    return _compiled(function, arguments).address
 
 
-_KEEP: list[object] = []
+@cache
+def _compiled(function: Callable, arguments: int) -> Any:
+    return cfunc(types.void(*[_INT] * arguments), nopython=True, error_model="numpy")(function)  # type: ignore[call-arg]
 
 
 @cache

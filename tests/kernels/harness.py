@@ -8,7 +8,7 @@ Each kernel is compiled once per process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -88,9 +88,3 @@ def tile_table(tiles: dict[int, Callable]) -> np.ndarray:
 def close(actual: np.ndarray, expected: np.ndarray, scale: np.ndarray | float, tolerance: float) -> bool:
     """|actual - expected| <= tolerance * scale everywhere (scale: the size of the terms that were added up)."""
     return bool(np.all(np.abs(np.asarray(actual, np.float64) - expected) <= tolerance * np.asarray(scale)))
-
-
-__all__: Sequence[str] = [
-    "address", "aligned", "block", "call", "close", "compiled", "pointers", "same_bits", "step", "tile_table",
-    "KERNEL_SIGNATURE", "TILE_SIGNATURE",
-]  # fmt: skip

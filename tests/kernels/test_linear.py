@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from harness import address, aligned, call, close, pointers, same_bits, step, tile_table
+from tests.kernels.harness import address, aligned, call, close, pointers, same_bits, step, tile_table
 
 from coli.kernels.linear import grouped, linear, quantize
 from coli.kernels.linear_reference import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from harness import call, pointers, step, tile_table
+from tests.kernels.harness import TILE_SIGNATURE, call, compiled, pointers, step, tile_table
 
 from coli.kernels import simd
 from coli.kernels.linear import linear, quantize
@@ -50,6 +50,11 @@ def outputs() -> dict[str, str]:
     return hashes
 
 
+def uses_wide_registers() -> bool:
+    """Does the compiled int8 tile touch a 512-bit register?"""
+    return "zmm" in compiled(tile("int8", 3), TILE_SIGNATURE)._library.get_asm_str()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or not llvm.get_host_cpu_features().get("avx2", False),
@@ -64,14 +69,15 @@ def test_the_portable_build_gives_the_same_bits() -> None:
         check=True,
     )
     other = json.loads(result.stdout.splitlines()[-1])
-    assert other["vnni"] is False
+    assert other["wide"] is False
     assert other["outputs"] == outputs()
 
 
 def test_vnni_is_used_where_the_cpu_has_it() -> None:
     if "NUMBA_CPU_FEATURES" not in os.environ and "NUMBA_CPU_NAME" not in os.environ:
         assert simd.has_vnni() == llvm.get_host_cpu_features().get("avx512vnni", False)
+        assert not simd.has_vnni() or uses_wide_registers()
 
 
 if __name__ == "__main__":
-    print(json.dumps({"vnni": simd.has_vnni(), "outputs": outputs()}))
+    print(json.dumps({"wide": uses_wide_registers(), "outputs": outputs()}))

@@ -77,6 +77,15 @@ def test_another_user_without_home_and_cache_can_run(tmp_path):
     assert done.stdout.split() == ["True", "1"]
 
 
+def test_objects_need_nothing_of_numba(tmp_path):
+    """A symbol of Numba's runtime left in an object would crash the process that loads it without Numba."""
+    kernels = Kernels(tmp_path)
+    kernels.load(["attention", "grouped", "linear", "quantize", "lead", "worker"])
+    for path in kernels.folder.glob("*.ko"):
+        _, code = compiler.read(path)
+        assert not any(name in code for name in (b"numba_gil", b"PyErr_", b"NRT_")), path.name
+
+
 def test_every_kernel_is_found_once():
     names = [name for module in compiler.MODULES for table in ("KERNELS", "ENTRIES")
              for name in getattr(importlib.import_module(f"coli.kernels.{module}"), table, {})]  # fmt: skip
