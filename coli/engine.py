@@ -21,7 +21,7 @@ from coli.errors import ModelError, UsageError
 from coli.experts import ExpertStore, expert_record, stored_kind
 from coli.formats.checkpoint import Checkpoint
 from coli.models import find, qwen38_layout, qwen38_program
-from coli.models.base import Weights
+from coli.models.base import Weights, never
 from coli.models.qwen38 import Qwen38
 from coli.models.qwen38_geometry import Geometry
 from coli.program.cache import Kernels
@@ -75,7 +75,8 @@ class Engine:
         kind, block = stored_kind(self.checkpoint, g)
         slot = expert_record(kind, g, block).nbytes
         self.terms = memory.terms(
-            qwen38_program.state_spec(g), dense=self._dense_bytes(), ctx=self.ctx,
+            qwen38_program.state_spec(g), ctx=self.ctx,
+            dense=qwen38_layout.dense_bytes(self.checkpoint, g, trunk_int8=settings.trunk_int8),
             workspace=qwen38_program.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
         )
         budget = settings.ram or memory.default_budget()
@@ -84,16 +85,12 @@ class Engine:
         if settings.cap and self.cap < settings.cap < g.experts:
             self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
         store = ExpertStore(self.checkpoint, g, self.cap, threads=max(4, self.threads))
-        weights = Weights(self.checkpoint, trunk_int8=settings.trunk_int8, activations=settings.act)
+        int8_rows = qwen38_layout.int8_rows if settings.trunk_int8 else never
+        weights = Weights(self.checkpoint, int8_rows=int8_rows, activations=settings.act)
         self.model = Qwen38(
             self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit
         )
         self.store, self.weights = store, weights
-
-    def _dense_bytes(self) -> int:
-        """Of the dense weights that a step touches: all but the embedding, whose rows are read one by one."""
-        dense = qwen38_layout.sizes(self.checkpoint, self.geometry).dense
-        return dense if self.geometry.tied else dense - self.checkpoint["embed_tokens.weight"].nbytes
 
     @cached_property
     def chat(self) -> ChatTemplate | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,13 +10,13 @@ import numpy as np
 from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import block_size, widen
-from coli.formats.safetensors import STORAGE
+from coli.formats.safetensors import STORAGE, Tensor
 from coli.kernels.packing import aligned_bytes, pack_int8, packed_bytes
 from coli.program.ops import Weight
 
 _KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "fp8"}
 _TABLE_KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # kernels/streams.py
-_PIECE = 1 << 24  # weights repacked at a time
+_PIECE = 1 << 22  # weights repacked at a time
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,21 @@ class Rows:
     streams: np.ndarray
 
 
+def never(name: str) -> bool:
+    """No tensor is repacked."""
+    return False
+
+
 class Weights:
     """Dense weights of an open checkpoint.
 
     Matrices stay in the file's mapping (page cache reads at full memory speed, kernels.md section 1) unless
-    `trunk_int8` repacks them as int8 rows; vectors become float32 copies. `nbytes` counts both."""
+    `int8_rows(name)` has them repacked as int8 rows; vectors become float32 copies. `nbytes` counts both."""
 
-    def __init__(self, checkpoint: Checkpoint, *, trunk_int8: bool = False, activations: str = "int8") -> None:
-        self.checkpoint, self.trunk_int8, self.activations = checkpoint, trunk_int8, activations
+    def __init__(
+        self, checkpoint: Checkpoint, *, int8_rows: Callable[[str], bool] = never, activations: str = "int8"
+    ) -> None:
+        self.checkpoint, self.int8_rows, self.activations = checkpoint, int8_rows, activations
         self.nbytes = 0
 
     def vector(self, name: str) -> np.ndarray:
@@ -58,36 +66,37 @@ class Weights:
         self.nbytes += out.nbytes
         return out
 
-    def matrix(self, name: str, *, keep: bool = False) -> Weight:
-        """[n, k] as a GEMV weight. `keep`: never repacked to int8 (routers and gates: tiny, and choices hang on
-        them)."""
+    def matrix(self, name: str) -> Weight:
+        """[n, k] as a GEMV weight."""
         tensor = self.checkpoint[name]
-        codes = self.checkpoint.view(name)
-        n, k = tensor.shape
         kind = _KINDS[tensor.dtype]
         if kind == "fp8":
-            weight = self._block_fp8(name, codes)
-        elif self.trunk_int8 and not keep:
-            weight = self._int8(codes, tensor.dtype)
+            weight = self._block_fp8(name)
+        elif self.int8_rows(name):
+            weight = self._int8(tensor)
         else:
-            weight = Weight(kind, n, k, codes)
+            n, k = tensor.shape
+            weight = Weight(kind, n, k, self.checkpoint.view(tensor))
         self.nbytes += weight.nbytes
         return weight
 
-    def _block_fp8(self, name: str, codes: np.ndarray) -> Weight:
+    def _block_fp8(self, name: str) -> Weight:
         scales = np.ascontiguousarray(self._floats(name + "_scale_inv"))
-        n, k = codes.shape
-        return Weight("fp8", n, k, codes, scales, block_size(self.checkpoint.quantization))
+        n, k = self.checkpoint[name].shape
+        return Weight("fp8", n, k, self.checkpoint.view(name), scales, block_size(self.checkpoint.quantization))
 
-    def _int8(self, codes: np.ndarray, dtype: str) -> Weight:
-        """Packed in pieces of rows, so that the float32 copy of a piece is all that is ever held beside."""
-        n, k = codes.shape
+    def _int8(self, tensor: Tensor) -> Weight:
+        """Read and packed in pieces of rows: neither the file's pages nor a float32 copy ever fill the memory."""
+        n, k = tensor.shape
         data = aligned_bytes(packed_bytes("int8", n, k))
         rows = max(16, _PIECE // k // 16 * 16)
+        row_bytes = tensor.nbytes // n
         for at in range(0, n, rows):
-            piece = pack_int8(widen(codes[at : at + rows], dtype)).data
+            piece = np.empty((min(rows, n - at), k), STORAGE[tensor.dtype])
+            self.checkpoint.read_into(tensor, piece.reshape(-1).view(np.uint8).data, at * row_bytes, piece.nbytes)
+            packed = pack_int8(widen(piece, tensor.dtype)).data
             start = packed_bytes("int8", at, k)
-            data[start : start + len(piece)] = piece
+            data[start : start + len(packed)] = packed
         return Weight("int8" if self.activations == "int8" else "int8f", n, k, data)
 
 

@@ -19,6 +19,7 @@ from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import SCALE, pair_scales
 from coli.formats.strict import AGAIN, counted, listing
+from coli.kernels.packing import packed_bytes
 from coli.models.qwen38_geometry import MODEL_TYPES, Geometry, geometry
 from coli.ngrams import NgramHash, table_prefix
 
@@ -133,6 +134,31 @@ def hash_buffers(hashes: NgramHash, layer: int) -> dict[str, np.ndarray]:
         f"{p}ngram_heads_vocab_sizes": hashes.sizes,
         f"{p}ngram_heads_offsets": hashes.offsets,
     }
+
+
+# ---- int8 rows -------------------------------------------------------------------------------------------------------
+
+# Tiny, and choices hang on them: gates, routers, the indexer. The embedding is not multiplied.
+_NEVER_INT8 = (
+    "block_inject_weight.weight", "in_proj_a.weight", "in_proj_b.weight", "index_qk_proj.weight", "mlp.gate.weight",
+    "shared_expert_gate.weight", "conv1d.weight", "embed_tokens.weight",
+)  # fmt: skip
+
+
+def int8_rows(name: str) -> bool:
+    """Whether Q38_TRUNK_CPU_INT8=1 repacks this dense matrix."""
+    return not name.endswith(_NEVER_INT8)
+
+
+def dense_bytes(checkpoint: Checkpoint, g: Geometry, *, trunk_int8: bool) -> int:
+    """Resident bytes of the dense weights: all but the embedding, whose rows are read one by one."""
+    total = 0
+    for name, tensor in checkpoint.tensors.items():
+        if _use(name) != "dense" or (name == "embed_tokens.weight" and not g.tied):
+            continue
+        repacked = trunk_int8 and len(tensor.shape) == 2 and tensor.dtype in FLOATS and int8_rows(name)
+        total += packed_bytes("int8", *tensor.shape) if repacked else tensor.nbytes
+    return total
 
 
 # ---- the check ---------------------------------------------------------------------------------------------------

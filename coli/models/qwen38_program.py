@@ -146,7 +146,7 @@ class Writer:
         rms_group(p, self.s, self.w.norm(prefix + "hc_norm.weight"), self.n, g.hidden, g.eps)
         linears(p, Input(self.n, g.width), [
             (self.w.matrix(prefix + "input_mix_weight_down.weight"), self.low),
-            (self.w.matrix(prefix + "block_inject_weight.weight", keep=True), self.inject),
+            (self.w.matrix(prefix + "block_inject_weight.weight"), self.inject),
         ])
         self.mix(prefix, self.n, self.low, self.m, self.x, p.step)
 
@@ -168,8 +168,8 @@ class Writer:
         name = f"layers.{layer}.linear_attn."
         linears(p, Input(self.x, g.hidden), [
             (w.matrix(name + "in_proj_qkv.weight"), self.qkv), (w.matrix(name + "in_proj_z.weight"), self.z),
-            (w.matrix(name + "in_proj_a.weight", keep=True), self.a),
-            (w.matrix(name + "in_proj_b.weight", keep=True), self.b),
+            (w.matrix(name + "in_proj_a.weight"), self.a),
+            (w.matrix(name + "in_proj_b.weight"), self.b),
         ])
         ring = StateCell(lambda state: state.rings[index].ctypes.data)
         p.op("conv_silu", p.step, self.qkv.array, self.qkv.ld, w.conv(name + "conv1d.weight"), ring,
@@ -191,7 +191,7 @@ class Writer:
         linears(p, Input(self.x, g.hidden), [
             (w.matrix(name + "q_proj.weight"), self.q), (w.matrix(name + "k_proj.weight"), self.k),
             (w.matrix(name + "v_proj.weight"), self.v),
-            (w.matrix(name + "indexer.index_qk_proj.weight", keep=True), self.qk),
+            (w.matrix(name + "indexer.index_qk_proj.weight"), self.qk),
         ])
         k, v, raw, pooled = (_cache(part, index) for part in ("k", "v", "raw", "pooled"))
         off = g.index_ratio - 1  # the rope table starts that many positions before the first row
@@ -217,8 +217,8 @@ class Writer:
         g, p, w = self.g, self.program, self.w
         name = f"layers.{layer}.mlp."
         linears(p, Input(self.x, g.hidden), [
-            (w.matrix(name + "gate.weight", keep=True), self.logits),
-            (w.matrix(name + "shared_expert_gate.weight", keep=True), self.shared_gate),
+            (w.matrix(name + "gate.weight"), self.logits),
+            (w.matrix(name + "shared_expert_gate.weight"), self.shared_gate),
             (w.matrix(name + "shared_expert.gate_proj.weight"), self.shared_gated),
             (w.matrix(name + "shared_expert.up_proj.weight"), self.shared_up),
         ])

@@ -206,6 +206,13 @@ def make_pool() -> np.ndarray:
     return whole[start : start + POOL + (1 << 23)]
 
 
+def read_ceiling(team: Team, pool: np.ndarray) -> float:
+    """Bytes per second of a bare read of the pool."""
+    sums = np.zeros((team.count + 1, 16), np.float32)
+    reading = np.array([_row(kernel_address(read_all), pool.ctypes.data, POOL, sums.ctypes.data)])
+    return POOL / team.seconds(reading)
+
+
 def run(
     kinds: tuple[str, ...] = KINDS,
     rows: tuple[int, ...] = TILE_ROWS,
@@ -216,15 +223,13 @@ def run(
 ) -> list[dict]:
     """Measure every case; a list of dicts: kind, shape, rows, threads, gb_s, ceiling_gb_s, share, bar (or None)."""
     pool, team, results = make_pool(), Team(threads_count), []
-    sums = np.zeros((threads_count + 1, 16), np.float32)
-    reading = np.array([_row(kernel_address(read_all), pool.ctypes.data, POOL, sums.ctypes.data)])
     for kind in kinds:
         fill(pool, kind)
         for case in cases(pool[:POOL], kind, rows, shapes):
             team.seconds(case.table[:4])
             rates = []
             for _ in range(trials):
-                ceiling = POOL / team.seconds(reading)
+                ceiling = read_ceiling(team, pool)
                 rates.append((case.bytes / team.seconds(case.table), ceiling))
             result = {
                 "kind": kind,

@@ -7,7 +7,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from tests.kernels.harness import address, aligned, call, close, pointers, same_bits, step, tile_table
 
 from coli.kernels.linear import grouped, linear, quantize
 from coli.kernels.linear_reference import (
@@ -35,6 +34,7 @@ from coli.kernels.packing import (
     unpack,
 )
 from coli.kernels.tiles import tile
+from tests.kernels.harness import address, aligned, call, close, pointers, same_bits, step, tile_table
 
 SIZES = [(1, 1), (3, 15), (17, 70), (129, 200), (40, 64), (5, 1000)]
 A, B = 32, 48  # FP8 scale blocks that divide neither n nor k

@@ -74,14 +74,14 @@ def test_the_shipped_model_holds_what_was_planned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cap", [4, 24])
-def test_the_real_geometry_loads_runs_and_holds_what_was_planned(tmp_path_factory, cap):
+@pytest.mark.parametrize("cap, trunk_int8", [(4, False), (24, False), (4, True)])
+def test_the_real_geometry_loads_runs_and_holds_what_was_planned(tmp_path_factory, cap, trunk_int8):
     """Qwen3.8-Flash-Next FP8, per layer as released (4 of 48 layers; experts and n-gram table sparse): 64 GB of
     files, a few of them resident."""
     folder = tmp_path_factory.getbasetemp() / "real-geometry"
     if not folder.exists():
         write_real_geometry(folder, layers=4)
-    seen = _run(24, 8, model=str(folder), cap=cap, ctx=1024, prefill_chunk=24)
+    seen = _run(24, 8, model=str(folder), cap=cap, ctx=1024, prefill_chunk=24, trunk_int8=trunk_int8)
     assert seen["cap"] == cap
     _check(seen)
 

@@ -73,6 +73,8 @@ FORMS = {
     "bf16 experts one by one": dict(dtype="BF16", per_expert=True),
     "fp8, bf16 scales": dict(dtype="FP8", per_expert=True, scale_dtype="BF16"),
     "fp8, f32 scales": dict(dtype="FP8", per_expert=True, scale_dtype="F32"),
+    "fp8 everywhere, nested prefix": dict(dtype="FP8", dense="FP8", prefix="model.language_model."),
+    "fp8, fused, odd blocks": dict(dtype="FP8", dense="FP8", per_expert=False, block=(16, 24)),
 }
 
 
