@@ -16,33 +16,24 @@ import math
 import numpy as np
 from numba import njit
 
+from coli.kernels.abi import af, ai, ld1_i32, ld1_i64, pos, rows, share, st1_f32, st1_i32, st1_i64
 from coli.kernels.moe import largest
 from coli.kernels.norm import dot, normalise
 from coli.kernels.simd import (
     add,
-    af,
-    ai,
     bits_gt,
     div,
     f32_of_bits,
     first_lanes,
     fma,
     hsum,
-    ld1_i32,
-    ld1_i64,
     ld_f32,
     ld_part,
     lowest_bit,
     mul,
     popcount,
-    pos,
-    rows,
-    share,
     splat,
     splat_at,
-    st1_f32,
-    st1_i32,
-    st1_i64,
     st_f32,
     st_hsum4,
     st_part,

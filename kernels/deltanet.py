@@ -18,28 +18,21 @@ import math
 import numpy as np
 from numba import njit
 
+from coli.kernels.abi import af, ai, in_row, ld1_i64, pos, rows, share, undoable
 from coli.kernels.norm import dot, inverse_rms
 from coli.kernels.simd import (
     add,
-    af,
-    ai,
     div,
     fma,
-    in_row,
-    ld1_i64,
     ld_f32,
     ld_part,
     mul,
-    pos,
     prefetch,
-    rows,
-    share,
     splat,
     splat_at,
     st_f32,
     st_part,
     sub,
-    undoable,
     vabs,
     vexp,
     vmax,

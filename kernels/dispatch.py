@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from coli.kernels.simd import ai, ld1_i64, rows, st1_i64
+from coli.kernels.abi import ai, ld1_i64, rows, st1_i64
 
 NEED_EXPERTS, MORE_WAVES, NEED_NGRAMS = 1, 2, 3  # reasons in the CUT cell
 

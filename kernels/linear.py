@@ -11,27 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from coli.kernels.simd import (
-    add,
-    ai,
-    call_tile,
-    hmax,
-    hsum,
-    ld1_i64,
-    ld_f32_tail,
-    mul,
-    rows,
-    share,
-    splat,
-    st1_f32,
-    st1_i32,
-    st_i8,
-    sub,
-    vabs,
-    vmax,
-    vmin,
-    zero_f,
-)
+from coli.kernels.abi import ai, call_tile, ld1_i64, rows, share, st1_f32, st1_i32
+from coli.kernels.simd import add, hmax, hsum, ld_f32_tail, mul, splat, st_i8, sub, vabs, vmax, vmin, zero_f
 
 _CACHED_WEIGHTS = 1 << 17  # weights of a block that several groups of rows visit: 64..512 KB, within L2
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to the nearest whole number

@@ -10,29 +10,22 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from coli.kernels.abi import ai, in_row, ld1_f32, ld1_i64, rows, share, st1_f32, st1_i64
 from coli.kernels.simd import (
     add,
-    ai,
     bits_gt,
     exp1,
     first_lanes,
     fma,
     hmax,
     hsum,
-    in_row,
-    ld1_f32,
-    ld1_i64,
     ld_f32,
     ld_part,
     lowest_bit,
     mul,
-    rows,
-    share,
     sigmoid1,
     splat,
     splat_at,
-    st1_f32,
-    st1_i64,
     st_part,
     sub,
     vexp,
@@ -74,7 +67,7 @@ def _insert(ids, weights, count, k, expert, weight):
 def router(p, tid, nt):
     """0 step, 1 logits, 2 ldl, 3 E, 4 top_k, 5 ids out int64 [R][K], 6 weights out [R][K], 7 norm:
     the K <= E best by softmax, best first, with p (norm 0) or p / sum over the K (norm 1). Logits that are not
-    numbers still give K different experts."""
+    numbers still give K different experts, with weights that are not numbers either."""
     experts, k = ai(p, 3), ai(p, 4)
     r0, r1 = share(rows(ai(p, 0)), tid, nt)
     for r in range(r0, r1):
@@ -87,11 +80,13 @@ def router(p, tid, nt):
             left = min(experts - j, 16)
             e = first_lanes(vexp(sub(ld_part(x + 4 * j, left), splat(top))), left)
             total = add(total, e)
-            better = bits_gt(e, splat(worst)) & ((1 << left) - 1)
+            better = bits_gt(vmax(e, zero_f()), splat(worst)) & ((1 << left) - 1)
             while better != 0:
                 i = j + lowest_bit(better)
                 better &= better - 1
                 weight = exp1(ld1_f32(x + 4 * i) - top)
+                if not weight >= np.float32(0.0):
+                    weight = np.float32(0.0)  # a NaN: last among equals
                 if weight > worst:
                     _insert(ids, weights, count, k, i, weight)
                     count = min(count + 1, k)
@@ -99,7 +94,7 @@ def router(p, tid, nt):
                         worst = ld1_f32(weights + 4 * (k - 1))
         norm = hsum(total)
         if ai(p, 7):
-            norm = np.float32(0.0)
+            norm = norm * np.float32(0.0)  # 0, or NaN where a logit was no number: it must reach the streams
             for i in range(k):
                 norm += ld1_f32(weights + 4 * i)
         for i in range(k):

@@ -11,23 +11,8 @@ import math
 import numpy as np
 from numba import njit
 
-from coli.kernels.simd import (
-    add,
-    af,
-    ai,
-    fma,
-    hsum,
-    in_row,
-    ld_f32,
-    ld_part,
-    mul,
-    rows,
-    share,
-    splat,
-    st_part,
-    vsilu,
-    zero_f,
-)
+from coli.kernels.abi import af, ai, in_row, rows, share
+from coli.kernels.simd import add, fma, hsum, ld_f32, ld_part, mul, splat, st_part, vsilu, zero_f
 
 
 @njit(inline="always")

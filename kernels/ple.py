@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from coli.kernels.abi import ai, rows, share
 from coli.kernels.norm import dot
-from coli.kernels.simd import ai, ld_part, mul, rows, share, sigmoid1, splat, st_part
+from coli.kernels.simd import ld_part, mul, sigmoid1, splat, st_part
 
 
 def ple_gate(p, tid, nt):

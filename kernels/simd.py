@@ -7,7 +7,7 @@ bits* (each lane's arithmetic and every reduction tree are fixed here). Only `dp
 `COLI_SIMD=0` (compile for a CPU without AVX-512) must reproduce the fast variant bit for bit
 (tests/kernels/test_portable.py).
 
-Addresses are int64. A kernel reads its arguments with `ai` (integer) and `af` (float32 kept as float64 bits).
+Addresses are int64 (kernels/abi.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from numba import njit, types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, models, register_model
 
-F32, F64, F16 = ir.FloatType(), ir.DoubleType(), ir.HalfType()
-I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+from coli.kernels.abi import F32, I8, I16, I32, I64, call_llvm, pointer
+
+F16 = ir.HalfType()
 
 
 class VecType(types.Type):
@@ -70,15 +71,6 @@ def _shuffle(b, v, index):
     return b.shuffle_vector(v, ir.Constant(v.type, ir.Undefined), ir.Constant(ir.VectorType(I32, len(index)), index))
 
 
-def _call(b, name: str, ret, args):
-    fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(ret, [a.type for a in args]), name)
-    return b.call(fn, args)
-
-
-def _ptr(b, address, to):
-    return b.inttoptr(address, to.as_pointer())
-
-
 def _lane_mask(b, count):
     """Lanes 0..count-1 set."""
     lanes = ir.Constant(ir.VectorType(I64, 16), list(range(16)))
@@ -89,13 +81,13 @@ def _masked_load(b, address, element, count):
     vec = ir.VectorType(element, 16)
     name = f"llvm.masked.load.v16{ {F32: 'f32', I16: 'i16', I8: 'i8'}[element] }.p0"
     zero = ir.Constant(vec, [0.0 if element is F32 else 0] * 16)
-    ptr = _ptr(b, address, vec)
+    ptr = pointer(b, address, vec)
     fn = cgutils.get_or_insert_function(b.module, ir.FunctionType(vec, [ptr.type, I32, _MASK, vec]), name)
     return b.call(fn, [ptr, I32(1), _lane_mask(b, count), zero])
 
 
 def _masked_store(b, address, v, count):
-    ptr = _ptr(b, address, _LF)
+    ptr = pointer(b, address, _LF)
     fn = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(ir.VoidType(), [_LF, ptr.type, I32, _MASK]), "llvm.masked.store.v16f32.p0"
     )
@@ -104,7 +96,7 @@ def _masked_store(b, address, v, count):
 
 def _load(b, args, element):
     if len(args) == 1:
-        return b.load(_ptr(b, args[0], ir.VectorType(element, 16)), align=1)
+        return b.load(pointer(b, args[0], ir.VectorType(element, 16)), align=1)
     return _masked_load(b, args[0], element, args[1])
 
 
@@ -147,18 +139,18 @@ ld_i8, ld_i8_tail = _loader(I8, lambda b, v: b.sitofp(b.sext(v, _LI), _LF))
 @intrinsic
 def ld_b(typingctx, address):
     """64 bytes."""
-    return VB(types.intp), lambda ctx, b, s, a: b.load(_ptr(b, a[0], _LB), align=1)
+    return VB(types.intp), lambda ctx, b, s, a: b.load(pointer(b, a[0], _LB), align=1)
 
 
 @intrinsic
 def ld_i32(typingctx, address):
-    return VI(types.intp), lambda ctx, b, s, a: b.load(_ptr(b, a[0], _LI), align=1)
+    return VI(types.intp), lambda ctx, b, s, a: b.load(pointer(b, a[0], _LI), align=1)
 
 
 @intrinsic
 def st_f32(typingctx, address, v):
     def gen(ctx, b, s, a):
-        b.store(a[1], _ptr(b, a[0], _LF), align=1)
+        b.store(a[1], pointer(b, a[0], _LF), align=1)
         return ctx.get_dummy_value()
 
     return types.void(types.intp, VF), gen
@@ -181,12 +173,12 @@ def splat(typingctx, x):
 @intrinsic
 def splat_at(typingctx, address):
     """The float32 at `address` in every lane (folds into an embedded broadcast)."""
-    return VF(types.intp), lambda ctx, b, s, a: _splat(b, b.load(_ptr(b, a[0], F32), align=1), 16)
+    return VF(types.intp), lambda ctx, b, s, a: _splat(b, b.load(pointer(b, a[0], F32), align=1), 16)
 
 
 @intrinsic
 def splat_i32_at(typingctx, address):
-    return VI(types.intp), lambda ctx, b, s, a: _splat(b, b.load(_ptr(b, a[0], I32), align=1), 16)
+    return VI(types.intp), lambda ctx, b, s, a: _splat(b, b.load(pointer(b, a[0], I32), align=1), 16)
 
 
 @intrinsic
@@ -202,7 +194,7 @@ def zero_i(typingctx):
 @intrinsic
 def fma(typingctx, x, y, z):
     """x*y + z; one rounding where the CPU has FMA (every CPU of the last ten years)."""
-    return VF(VF, VF, VF), lambda ctx, b, s, a: _call(b, "llvm.fmuladd.v16f32", _LF, a)
+    return VF(VF, VF, VF), lambda ctx, b, s, a: call_llvm(b, "llvm.fmuladd.v16f32", _LF, a)
 
 
 def _binary(op: str, vec: VecType):
@@ -231,7 +223,7 @@ vmax, vmin = _choose(">"), _choose("<")  # a NaN in x gives y
 
 @intrinsic
 def vabs(typingctx, x):
-    return VF(VF), lambda ctx, b, s, a: _call(b, "llvm.fabs.v16f32", _LF, a)
+    return VF(VF), lambda ctx, b, s, a: call_llvm(b, "llvm.fabs.v16f32", _LF, a)
 
 
 @intrinsic
@@ -261,7 +253,7 @@ def dpbusd(typingctx, acc, u8, s8):
     """acc[i] + sum over j < 4 of u8[4i+j] * s8[4i+j], exact in int32."""
 
     def vnni(ctx, b, s, a):
-        return _call(b, "llvm.x86.avx512.vpdpbusd.512", _LI, a)
+        return call_llvm(b, "llvm.x86.avx512.vpdpbusd.512", _LI, a)
 
     def portable(ctx, b, s, a):
         out = a[0]
@@ -356,7 +348,7 @@ def sigmoid1(x):
 @intrinsic
 def prefetch(typingctx, address):
     def gen(ctx, b, s, a):
-        ptr = _ptr(b, a[0], I8)
+        ptr = pointer(b, a[0], I8)
         fn = cgutils.get_or_insert_function(
             b.module, ir.FunctionType(ir.VoidType(), [ptr.type, I32, I32, I32]), "llvm.prefetch.p0"
         )
@@ -366,117 +358,6 @@ def prefetch(typingctx, address):
     return types.void(types.intp), gen
 
 
-def _scalar(nb_type, llvm_type):
-    @intrinsic
-    def load(typingctx, address):
-        return nb_type(types.intp), lambda ctx, b, s, a: b.load(_ptr(b, a[0], llvm_type), align=1)
-
-    @intrinsic
-    def store(typingctx, address, value):
-        def gen(ctx, b, s, a):
-            b.store(a[1], _ptr(b, a[0], llvm_type), align=1)
-            return ctx.get_dummy_value()
-
-        return types.void(types.intp, nb_type), gen
-
-    return load, store
-
-
-ld1_f32, st1_f32 = _scalar(types.float32, F32)
-ld1_i64, st1_i64 = _scalar(types.int64, I64)
-ld1_i32, st1_i32 = _scalar(types.int32, I32)
-ld1_u16, st1_u16 = _scalar(types.uint16, I16)
-ld1_i8, st1_i8 = _scalar(types.int8, I8)
-_ld1_f64, _ = _scalar(types.float64, F64)
-
-
-@njit(inline="always")
-def ai(p, i):
-    """Integer argument i of a kernel."""
-    return ld1_i64(p + 8 * i)
-
-
-@njit(inline="always")
-def af(p, i):
-    """Float argument i of a kernel."""
-    return np.float32(_ld1_f64(p + 8 * i))
-
-
-@njit(inline="always")
-def share(total, tid, nt):
-    """This thread's part [first, last) of `total` units of work: fixed by (total, tid, nt) alone."""
-    return total * tid // nt, total * (tid + 1) // nt
-
-
-# ---- threads ---------------------------------------------------------------------------------------------------
-@intrinsic
-def load_acquire(typingctx, address):
-    return types.int64(types.intp), lambda ctx, b, s, a: b.load_atomic(_ptr(b, a[0], I64), "acquire", 8)
-
-
-@intrinsic
-def store_release(typingctx, address, value):
-    def gen(ctx, b, s, a):
-        b.store_atomic(a[1], _ptr(b, a[0], I64), "release", 8)
-        return ctx.get_dummy_value()
-
-    return types.void(types.intp, types.int64), gen
-
-
-@intrinsic
-def fetch_add(typingctx, address, value):
-    return types.int64(types.intp, types.int64), lambda ctx, b, s, a: b.atomic_rmw(
-        "add", _ptr(b, a[0], I64), a[1], "seq_cst"
-    )
-
-
-@intrinsic
-def exchange(typingctx, address, value):
-    """Store `value`, return what was there; a full fence on both sides."""
-    return types.int64(types.intp, types.int64), lambda ctx, b, s, a: b.atomic_rmw(
-        "xchg", _ptr(b, a[0], I64), a[1], "seq_cst"
-    )
-
-
-@intrinsic
-def cpu_pause(typingctx):
-    """Tell the core that this is a spin loop (x86; nothing elsewhere)."""
-    x86 = llvm.get_default_triple().startswith(("x86", "i386", "i686", "amd64"))
-
-    def gen(ctx, b, s, a):
-        if x86:
-            _call(b, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return ctx.get_dummy_value()
-
-    return types.void(), gen
-
-
-@intrinsic
-def call_kernel(typingctx, fn, p, tid, nt):
-    """Call the compiled kernel at address `fn`."""
-
-    def gen(ctx, b, s, a):
-        b.call(_ptr(b, a[0], ir.FunctionType(ir.VoidType(), [I64] * 3)), a[1:])
-        return ctx.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), gen
-
-
-@intrinsic
-def call_tile(typingctx, fn, w, s, xs, ys, j0, j1, n, k, a, b):
-    """Call the compiled GEMV tile at address `fn` (kernels/linear.py)."""
-
-    def gen(ctx, b, s, args):
-        b.call(_ptr(b, args[0], ir.FunctionType(ir.VoidType(), [I64] * 10)), args[1:])
-        return ctx.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), gen
-
-
-@njit(inline="always")
-def rows(step):
-    """Rows of this call (cell 0 of the step block)."""
-    return ld1_i64(step)
 
 
 # ---- for the linear tiles --------------------------------------------------------------------------------------
@@ -486,7 +367,7 @@ def st_i8(typingctx, address, v):
     vec = ir.VectorType(I8, 16)
 
     def gen(ctx, b, s, a):
-        b.store(b.trunc(b.fptosi(a[1], _LI), vec), _ptr(b, a[0], vec), align=1)
+        b.store(b.trunc(b.fptosi(a[1], _LI), vec), pointer(b, a[0], vec), align=1)
         return ctx.get_dummy_value()
 
     return types.void(types.intp, VF), gen
@@ -501,25 +382,6 @@ def field(typingctx, x, left, right):
         return b.sitofp(b.ashr(b.shl(b.bitcast(a[0], _LI), left), right), _LF)
 
     return VF(VB, types.int64, types.int64), gen
-
-
-def _cell(index: int):
-    @intrinsic
-    def get(typingctx, step):
-        return types.int64(types.int64), lambda ctx, b, s, a: b.load(_ptr(b, b.add(a[0], I64(8 * index)), I64), align=1)
-
-    return get
-
-
-pos = _cell(1)  # position of the first row of this call
-first = _cell(2)  # first row whose logits are wanted
-undoable = _cell(3)  # 1 when the state after every row of this call must be kept
-
-
-@njit(inline="always")
-def in_row(u0, u1, r, units):
-    """The part of the work [u0, u1) that lies in row r, where every row has `units` units."""
-    return max(u0 - r * units, 0), min(u1 - r * units, units)
 
 
 @intrinsic
@@ -541,7 +403,7 @@ def st_hsum4(typingctx, address, v0, v1, v2, v3):
         eight = [i + j for i in range(0, 16, 4) for j in range(2)]
         two = b.fadd(_shuffle(b, four, eight), _shuffle(b, four, [i + 2 for i in eight]))
         one = b.fadd(_shuffle(b, two, [0, 2, 4, 6]), _shuffle(b, two, [1, 3, 5, 7]))
-        b.store(one, _ptr(b, a[0], one.type), align=1)
+        b.store(one, pointer(b, a[0], one.type), align=1)
         return ctx.get_dummy_value()
 
     return types.void(types.intp, VF, VF, VF, VF), gen
@@ -581,7 +443,7 @@ def ld_part(typingctx, address, count):
     def gen(ctx, b, s, a):
         with b.if_else(b.icmp_signed(">=", a[1], I64(16))) as (whole, tail):
             with whole:
-                full = b.load(_ptr(b, a[0], _LF), align=1)
+                full = b.load(pointer(b, a[0], _LF), align=1)
                 from_whole = b.block
             with tail:
                 part = _masked_load(b, a[0], F32, a[1])
@@ -601,7 +463,7 @@ def st_part(typingctx, address, v, count):
     def gen(ctx, b, s, a):
         with b.if_else(b.icmp_signed(">=", a[2], I64(16))) as (whole, tail):
             with whole:
-                b.store(a[1], _ptr(b, a[0], _LF), align=1)
+                b.store(a[1], pointer(b, a[0], _LF), align=1)
             with tail:
                 _masked_store(b, a[0], a[1], a[2])
         return ctx.get_dummy_value()
@@ -629,7 +491,7 @@ def ld_e4m3x32(typingctx, address):
     bytes32, words = ir.VectorType(I8, 32), ir.VectorType(I16, 32)
 
     def gen(ctx, b, s, a):
-        wide = b.sext(b.load(_ptr(b, a[0], bytes32), align=1), words)
+        wide = b.sext(b.load(pointer(b, a[0], bytes32), align=1), words)
         half = b.and_(b.shl(wide, _const(words, 7)), _const(words, 0xBFFF - 65536))
         return b.bitcast(half, VH.llvm)
 

@@ -9,25 +9,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from coli.kernels.abi import ai, first, in_row, ld1_f32, ld1_i64, rows, share, st1_i64
 from coli.kernels.simd import (
-    ai,
     div,
-    first,
     fma,
     hsum,
-    in_row,
-    ld1_f32,
-    ld1_i64,
     ld_bf16,
     ld_bf16_tail,
     ld_f16,
     ld_f16_tail,
     ld_part,
-    rows,
-    share,
     sigmoid1,
     splat,
-    st1_i64,
     st_part,
     vsigmoid,
     zero_f,

@@ -20,16 +20,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from coli.kernels.simd import (
-    ai,
-    call_kernel,
-    cpu_pause,
-    exchange,
-    ld1_i64,
-    load_acquire,
-    st1_i64,
-    store_release,
-)
+from coli.kernels.abi import ai, call_kernel, cpu_pause, exchange, ld1_i64, load_acquire, st1_i64, store_release
 
 ROW_CELLS = 24
 ARGS = 22

@@ -31,7 +31,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from coli.kernels import simd
+from coli.kernels import abi, simd
 
 NATURAL = """
 def tile(w, s, xs, ys, j0, j1, n, k, a, b):
@@ -350,7 +350,7 @@ def tile(kind: str, rows: int) -> Callable:
     source = SOURCES[kind](rows).replace("def tile(", f"def {name}(", 1)
     filename = f"<{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    namespace = dict(vars(simd))
+    namespace = vars(abi) | vars(simd)
     exec(compile(source, filename, "exec"), namespace)
     function = namespace[name]
     function.source = source

@@ -18,9 +18,10 @@ import time
 import numpy as np
 
 from coli.kernels import threads
+from coli.kernels.abi import af, ai, share
 from coli.kernels.deltanet import deltanet
 from coli.kernels.reference import gdn_prep_numpy
-from coli.kernels.simd import af, ai, ld_f32, mul, prefetch, share, splat, st_f32
+from coli.kernels.simd import ld_f32, mul, prefetch, splat, st_f32
 from tests.bench.gemv import POOL, Team, kernel_address, make_pool
 
 KEY_HEADS, HEADS, WIDTH = 16, 48, 128

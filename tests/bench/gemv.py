@@ -24,10 +24,11 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from coli.kernels import threads
+from coli.kernels.abi import ai, share
 from coli.kernels.linear import grouped, linear
 from coli.kernels.linear_reference import prepare_numpy, to_bf16
 from coli.kernels.packing import GRAIN, PREPARED_KINDS, TILE_ROWS, packed_bytes
-from coli.kernels.simd import add_i, ai, ld_i32, prefetch, share, st_f32, to_f32, zero_i
+from coli.kernels.simd import add_i, ld_i32, prefetch, st_f32, to_f32, zero_i
 from coli.kernels.tiles import tile
 
 POOL = 5 << 28  # bytes of weights visited, 1.25 GiB: the bf16 head is 1.18
