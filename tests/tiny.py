@@ -69,7 +69,7 @@ def odd_config(**overrides: Any) -> dict[str, Any]:
     """Sizes that divide nothing: primes and odd numbers wherever the architecture allows them."""
     odd = dict(
         hidden_size=52, vocab_size=269, num_attention_heads=3, num_key_value_heads=1, head_dim=20,
-        linear_key_head_dim=10, linear_value_head_dim=14, linear_num_key_heads=1, linear_num_value_heads=3,
+        linear_key_head_dim=10, linear_value_head_dim=48, linear_num_key_heads=1, linear_num_value_heads=3,
         linear_conv_kernel_dim=3, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=23,
         shared_expert_intermediate_size=17, hc_count=3, hc_lowrank=5, ple_embed_dim=36, ple_conv_kernel_size=3,
         ngram_vocab_size_base=53, make_ngram_vocab_size_divisible_by=15, split_ngram_parts=3, indexer_n_heads=3,

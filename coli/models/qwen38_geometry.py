@@ -207,6 +207,8 @@ def _agree(g: Geometry, read: Reader) -> None:
         (g.gdn_value_heads % g.gdn_key_heads == 0, "linear_num_value_heads",
          f"{g.gdn_value_heads} value heads over {g.gdn_key_heads} key heads"),
         (g.top_k <= g.experts, "num_experts_per_tok", f"top {g.top_k} of {g.experts} experts"),
+        (g.gdn_value_dim % 16 == 0, "linear_value_head_dim",
+         f"{g.gdn_value_dim} is no multiple of 16, the width of the DeltaNet kernel's columns"),
         (g.index_budget >= g.index_ratio, "indexer_budget",
          f"{g.index_budget} tokens do not hold a block of {g.index_ratio}"),
         (g.rotary_dim <= g.index_dim, "indexer_head_dim", f"{g.index_dim} is below the rotated width {g.rotary_dim}"),

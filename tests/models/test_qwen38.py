@@ -7,7 +7,7 @@ import pytest
 
 from coli.kernels.packing import quantise_int8
 from tests.models.bench_model import Opened, oracle_logits, random_ids
-from tests.tiny import tiny_config, write_tiny
+from tests.tiny import odd_config, tiny_config, write_tiny
 
 F32_COLUMN = 1.2e-5  # model_spec.md section 0, qwen4_exp, float32 decode; the bar is ten times it
 ROWS = 72
@@ -56,9 +56,10 @@ ODD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", ODD.values(), ids=ODD.keys())
+@pytest.mark.parametrize("changes", [*ODD.values(), None], ids=[*ODD.keys(), "everything odd"])
 def test_other_geometries_equal_the_oracle(tmp_path, changes):
-    folder = write_tiny(tmp_path, tiny_config(**changes), seed=5, dtype="F32")
+    config = odd_config() if changes is None else tiny_config(**changes)
+    folder = write_tiny(tmp_path, config, seed=5, dtype="F32")
     ids = random_ids(50, folder)
     with Opened(folder) as opened:
         _, logits = opened.logits(ids, [7])
