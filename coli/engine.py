@@ -25,7 +25,7 @@ from coli.models.base import Weights, never
 from coli.models.qwen38 import Qwen38
 from coli.models.qwen38_geometry import Geometry
 from coli.program.cache import Kernels
-from coli.program.cpu import Team, default_threads
+from coli.program.cpu import Team, default_threads, usable_cpus
 from coli.report import size
 from coli.settings import Settings, no_effect
 from coli.tokenizer import Tokenizer
@@ -43,6 +43,10 @@ class Engine:
         self.notes: list[str] = no_effect(settings, self.name)
         self.ctx = _context(settings, geometry)
         self.threads = settings.threads or default_threads()
+        if self.threads > usable_cpus():
+            self.notes.append(
+                f"{self.threads} threads on {usable_cpus()} CPUs wait for each other: --threads {default_threads()} is faster"
+            )
         with ThreadPoolExecutor(1) as pool:
             tokenizer: Future[Tokenizer] = pool.submit(Tokenizer.load, path)
             kernels = Kernels(settings.cache_dir, simd=settings.simd, on_progress=on_progress)

@@ -11,12 +11,18 @@ that may cut there is always another barrier, or a fast thread's second reason c
 (coli/program/builder.py checks).
 
 Workers are Python threads inside `worker`. Waiting is bounded: pause instructions first, then sched_yield, so a
-rival process gets the core; a worker idle for some milliseconds returns to Python and sleeps on an event.
+rival process gets the core, then short sleeps; a worker idle for some milliseconds returns to Python and sleeps on an
+event. How long to spin is the team's choice (SPINS, IDLE_SPINS): yielding too early hands a whole time slice to a
+rival for a wait of microseconds. Spinning at all is wrong beside the thread that is waited for: under a rival's load
+the kernel may put two of us on one CPU. So every thread leaves its CPU's number in its line, and who waits for a
+thread last seen on the same CPU yields at once (a rival then costs half the rate, not nine tenths of it).
 
 Control block, int64 cells by name below; per thread one 128-byte line from LINES on.
 """
 
 from __future__ import annotations
+
+import sys
 
 from numba import njit, types
 
@@ -27,15 +33,18 @@ ARGS = 22
 BARRIER, MAY_CUT = 1, 2
 
 # cells of the control block, as int64 indices
-GENERATION, CUT, TABLE, PC, END, THREADS, QUIT = 0, 16, 32, 33, 34, 35, 36
+GENERATION, CUT, TABLE, PC, END, THREADS, QUIT, SPINS, IDLE_SPINS = 0, 16, 32, 33, 34, 35, 36, 37, 38
 LINES = 64  # thread t's line begins at LINES + 16 * t
-PHASE, SEEN, PARKED, DONE = 0, 1, 2, 3
+PHASE, SEEN, PARKED, DONE, CPU = 0, 1, 2, 3, 4
 CELLS = LINES + 16 * 256  # room for 256 threads
 
-_SPINS = 2000  # pauses before a waiting thread starts to yield
-_IDLE_YIELDS = 4000  # yields before an idle worker goes to sleep
+_YIELDS = 4000  # before a waiting thread sleeps between looks, and an idle worker goes to sleep for good
+_NAP_US = 50
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+sched_getcpu = types.ExternalFunction("sched_getcpu", types.int32())
+_KNOWS_CPU = sys.platform == "linux"
 
 
 @njit(inline="always")
@@ -43,15 +52,32 @@ def _line(ctl, tid):
     return ctl + 8 * (LINES + 16 * tid)
 
 
+@njit(inline="always")
+def _here(line):
+    """Leave this thread's CPU in its line."""
+    if _KNOWS_CPU:
+        st1_i64(line + 8 * CPU, types.int64(sched_getcpu()))
+
+
+@njit(inline="always")
+def _patience(ctl, kind, line, other):
+    """Pauses to spend on waiting for the thread of line `other`."""
+    if _KNOWS_CPU and ld1_i64(line + 8 * CPU) == ld1_i64(other + 8 * CPU):
+        return 0
+    return ai(ctl, kind)
+
+
 @njit
-def _wait_at_least(cell, value):
-    spins = 0
+def _wait_at_least(ctl, cell, value, line, other):
+    spins, limit = 0, _patience(ctl, SPINS, line, other)
     while load_acquire(cell) < value:
         spins += 1
-        if spins < _SPINS:
+        if spins < limit:
             cpu_pause()
-        else:
+        elif spins < limit + _YIELDS:
             sched_yield()
+        else:
+            usleep(_NAP_US)
 
 
 @njit(inline="always")
@@ -59,10 +85,11 @@ def _barrier(ctl, tid, nt):
     if nt > 1:
         mine = _line(ctl, tid)
         phase = ld1_i64(mine) + 1
+        _here(mine)
         store_release(mine, phase)
         for other in range(nt):
             if other != tid:
-                _wait_at_least(_line(ctl, other), phase)
+                _wait_at_least(ctl, _line(ctl, other), phase, mine, _line(ctl, other))
 
 
 @njit
@@ -86,14 +113,15 @@ def worker(ctl, tid):
     line = _line(ctl, tid)
     while True:
         seen = ld1_i64(line + 8 * SEEN)
-        spins = 0
+        _here(line)
+        spins, limit = 0, _patience(ctl, IDLE_SPINS, line, _line(ctl, 0))
         while load_acquire(ctl) == seen:
             spins += 1
-            if spins < _SPINS:
+            if spins < limit:
                 cpu_pause()
                 continue
             sched_yield()
-            if spins > _SPINS + _IDLE_YIELDS:
+            if spins > limit + _YIELDS:
                 # Announce the sleep, then look once more: a leader that published before it could see PARKED
                 # is seen here; one that publishes later sees PARKED and sets the event.
                 exchange(line + 8 * PARKED, 1)
@@ -123,7 +151,7 @@ def lead(ctl, unused):
     pc = play(ctl, 0)
     generation = ld1_i64(ctl)
     for tid in range(1, ai(ctl, THREADS)):
-        _wait_at_least(_line(ctl, tid) + 8 * DONE, generation)
+        _wait_at_least(ctl, _line(ctl, tid) + 8 * DONE, generation, _line(ctl, 0), _line(ctl, tid))
     return pc
 
 

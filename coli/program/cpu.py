@@ -16,16 +16,25 @@ from coli.program.builder import Program, aligned
 from coli.program.cache import Kernels
 
 # cells of the control block (kernels/threads.py; tests/program/test_team.py compares them)
-CUT, TABLE, PC, END, THREADS, QUIT = 16, 32, 33, 34, 35, 36
+CUT, TABLE, PC, END, THREADS, QUIT, SPINS, IDLE_SPINS = 16, 32, 33, 34, 35, 36, 37, 38
 LINES, LINE_CELLS, PARKED = 64, 16, 2
 MAX_THREADS = 256
+# Pauses (10 to 40 ns each) before a waiting thread yields: at a barrier longer than two threads' shares of an op differ,
+# between steps longer than the host takes to pick a token and start the next.
+_BARRIER_SPINS, _BETWEEN_STEPS_SPINS = 8_000, 40_000
 _ENTRY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def usable_cpus() -> int:
+    """Logical CPUs this process may run on."""
+    if hasattr(psutil.Process, "cpu_affinity"):
+        return len(psutil.Process().cpu_affinity())
+    return psutil.cpu_count() or 1
 
 
 def default_threads() -> int:
     """Physical cores this process may use: hyper-threads share the units the kernels are bound by."""
-    allowed = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count()
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed, MAX_THREADS))
+    return max(1, min(psutil.cpu_count(logical=False) or usable_cpus(), usable_cpus(), MAX_THREADS))
 
 
 class Team:
@@ -40,6 +49,8 @@ class Team:
         self._worker, self._publish, self._lead = (_ENTRY(kernels[name]) for name in ("worker", "publish", "lead"))
         self._wake = [threading.Event() for _ in range(threads)]
         self.control[THREADS] = threads
+        if threads <= usable_cpus():  # with more threads than CPUs the one waited for needs our CPU: yield at once
+            self.control[SPINS], self.control[IDLE_SPINS] = _BARRIER_SPINS, _BETWEEN_STEPS_SPINS
         self._members = [
             threading.Thread(target=self._serve, args=(tid,), name=f"coli-{tid}", daemon=True)
             for tid in range(1, threads)

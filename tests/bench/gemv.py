@@ -97,7 +97,7 @@ class Team:
         self.count, self.control = count, np.zeros(threads.CELLS + 16, np.int64)
         self.at = -(-self.control.ctypes.data // 128) * 128
         self.cells = self.control[(self.at - self.control.ctypes.data) // 8 :]
-        self.cells[threads.THREADS] = count
+        self.cells[threads.THREADS], self.cells[threads.SPINS] = count, 8_000
 
     def seconds(self, table: np.ndarray) -> float:
         """Play `table` (threads.py: rows of ROW_CELLS cells) and return the wall time."""

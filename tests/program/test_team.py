@@ -22,7 +22,7 @@ def kernels() -> Kernels:
 def test_the_layers_agree_on_the_control_block_and_the_table():
     assert (builder.ROW_CELLS, builder.ARGS) == (threads.ROW_CELLS, threads.ARGS)
     assert (builder.BARRIER, builder.MAY_CUT) == (threads.BARRIER, threads.MAY_CUT)
-    names = ("CUT", "TABLE", "PC", "END", "THREADS", "QUIT", "LINES", "PARKED")
+    names = ("CUT", "TABLE", "PC", "END", "THREADS", "QUIT", "SPINS", "IDLE_SPINS", "LINES", "PARKED")
     assert [getattr(cpu, name) for name in names] == [getattr(threads, name) for name in names]
     from coli.models import qwen38
 
