@@ -10,7 +10,8 @@ The template is the first of: chat_template.jinja, "chat_template" in tokenizer_
 
 A message's text may spell control tokens and the rendered prompt is encoded with them, as everywhere else.
 
-Invariant: rendering nano's messages gives the prompts of its oracle, character by character (tests/text/test_chat.py).
+Invariant: rendering nano's messages gives the prompts of its oracle, character by character
+(tests/text/test_chat_template.py).
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from coli import memory
 from coli.chat import ChatTemplate, stop_ids
@@ -30,50 +29,61 @@ from coli.report import size
 from coli.settings import Settings, no_effect
 from coli.tokenizer import Tokenizer
 
+Progress: TypeAlias = Callable[[str], None]
+
 
 class Engine:
     """A loaded model with its tokenizer, thread team and expert cache. Use `Engine.open`; close it when done."""
 
     name = "qwen38"
 
-    def __init__(self, settings: Settings, checkpoint: Checkpoint, geometry: Geometry, path: Path,
-                 on_progress: Callable[[str], None] | None) -> None:
-        started = time.perf_counter()
-        self.settings, self.checkpoint, self.geometry, self.model_path = settings, checkpoint, geometry, path
+    def __init__(
+        self, settings: Settings, checkpoint: Checkpoint, geometry: Geometry, on_progress: Progress | None, start: float
+    ) -> None:
+        self.settings, self.checkpoint, self.geometry = settings, checkpoint, geometry
+        self.model_path = checkpoint.folder
         self.notes: list[str] = no_effect(settings, self.name)
         self.ctx = _context(settings, geometry)
         self.threads = settings.threads or default_threads()
         if self.threads > usable_cpus():
             self.notes.append(
-                f"{self.threads} threads on {usable_cpus()} CPUs wait for each other: --threads {default_threads()} is faster"
+                f"{self.threads} threads on {usable_cpus()} CPUs wait for each other: --threads {default_threads()} is "
+                "faster"
             )
-        with ThreadPoolExecutor(1) as pool:
-            tokenizer: Future[Tokenizer] = pool.submit(Tokenizer.load, path)
+        self._closing = ExitStack()  # what is open so far, should a later step fail
+        with self._closing as opened, ThreadPoolExecutor(1) as pool:
+            text = pool.submit(self._open_text)
             kernels = Kernels(settings.cache_dir, simd=settings.simd, on_progress=on_progress)
             self.team = Team(kernels, self.threads)
-            self._open_model(kernels)
-            self.tokenizer = tokenizer.result()
-        self.notes += kernels.notes
-        self.stop_ids = stop_ids(path, checkpoint.raw_config)
-        self.load_s = time.perf_counter() - started
+            opened.callback(self.team.close)
+            self._open_model(kernels, opened)
+            self.tokenizer, self.chat, self.stop_ids = text.result()
+            self.notes += kernels.notes
+            self._closing = opened.pop_all()
+        self.load_s = time.perf_counter() - start
 
     @classmethod
-    def open(cls, settings: Settings, on_progress: Callable[[str], None] | None = None) -> Engine:
-        """Raises ModelError, DoesNotFit or UsageError; nothing stays allocated then."""
+    def open(cls, settings: Settings, on_progress: Progress | None = None) -> Engine:
+        """Raises ModelError, DoesNotFit or UsageError; nothing stays open then."""
+        start = time.perf_counter()
         path = find.find(settings.model)
-        checkpoint = Checkpoint.open(path)
-        try:
+        with ExitStack() as opened:
+            checkpoint = opened.enter_context(Checkpoint.open(path))
             if checkpoint.config.get("model_type") not in qwen38_layout.MODEL_TYPES:
                 raise ModelError(f"model type {checkpoint.config.get('model_type')!r} is not one coli runs",
-                                 path / "config.json", f"it runs {', '.join(qwen38_layout.MODEL_TYPES)}")
+                                 path / "config.json", f"it runs {', '.join(qwen38_layout.MODEL_TYPES)}")  # fmt: skip
             geometry = qwen38_layout.geometry(checkpoint.config, path / "config.json")
             qwen38_layout.check(checkpoint, geometry)
-            return cls(settings, checkpoint, geometry, path, on_progress)
-        except BaseException:
-            checkpoint.close()
-            raise
+            engine = cls(settings, checkpoint, geometry, on_progress, start)
+            opened.pop_all()
+            return engine
 
-    def _open_model(self, kernels: Kernels) -> None:
+    def _open_text(self) -> tuple[Tokenizer, ChatTemplate | None, frozenset[int]]:
+        tokenizer = Tokenizer.load(self.model_path)
+        chat = ChatTemplate.load(self.model_path, tokenizer)
+        return tokenizer, chat, stop_ids(self.model_path, self.checkpoint.raw_config)
+
+    def _open_model(self, kernels: Kernels, opened: ExitStack) -> None:
         g, settings = self.geometry, self.settings
         self.limit = min(settings.prefill_chunk, self.ctx)
         kind, block = stored_kind(self.checkpoint, g)
@@ -88,17 +98,15 @@ class Engine:
         self.cap = min(settings.cap or fits, fits, g.experts)
         if settings.cap and self.cap < settings.cap < g.experts:
             self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
-        store = ExpertStore(self.checkpoint, g, self.cap, threads=max(4, self.threads))
+        store = ExpertStore(self.checkpoint, g, self.cap, threads=max(4, min(self.threads, 32)))
+        opened.callback(store.close)
         int8_rows = qwen38_layout.int8_rows if settings.trunk_int8 else never
         weights = Weights(self.checkpoint, int8_rows=int8_rows, activations=settings.act)
         self.model = Qwen38(
             self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit
         )
+        opened.callback(self.model.close)
         self.store, self.weights = store, weights
-
-    @cached_property
-    def chat(self) -> ChatTemplate | None:
-        return ChatTemplate.load(self.model_path, self.tokenizer)
 
     def geometry_facts(self) -> dict[str, Any]:
         """The geometry as plain JSON values."""
@@ -114,8 +122,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        self.team.close()
-        self.model.close()
+        self._closing.close()
         self.checkpoint.close()
 
     def __enter__(self) -> Engine:
@@ -128,6 +135,7 @@ class Engine:
 def _context(settings: Settings, geometry: Geometry) -> int:
     """Positions to keep: the default is cut to the model's limit, a larger wish is an error."""
     if settings.ctx > geometry.max_context and settings.origin("ctx") != "default":
+        where = "--ctx" if settings.origin("ctx") == "flag" else "COLI_CTX"
         raise UsageError(f"a context of {settings.ctx:,} is beyond the model's limit of {geometry.max_context:,}",
-                         "--ctx", f"give at most {geometry.max_context}")
+                         where, f"give at most {geometry.max_context}")  # fmt: skip
     return min(settings.ctx, geometry.max_context)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +27,9 @@ from coli.formats.checkpoint import Checkpoint, read_error
 from coli.formats.fp8 import SCALE, block_size, blocks, has_nan_code, widen
 from coli.formats.readers import ReadPool
 from coli.formats.safetensors import STORAGE, Tensor
-from coli.models.qwen38_geometry import Geometry
+
+if TYPE_CHECKING:
+    from coli.models.qwen38_geometry import Geometry
 
 KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "fp8"}
 _ALIGN = 64

@@ -41,6 +41,7 @@ class _Turn:
         self.stream = TextStream(engine.tokenizer, request.stop)
         self.stops = engine.stop_ids if request.stop_ids is None else request.stop_ids
         self.ids: list[int] = []
+        self.prompt_read = 0  # prompt tokens run
         self.reason = ""  # "stop", "length" or "cancelled" once it has ended
         self.start = time.perf_counter()
         self.prefilled = self.first = self.end = 0.0
@@ -83,7 +84,7 @@ class Session:
         self._cancelled, self.report = False, None
         before = self._expert_counts()
         try:
-            logits = self._prefill(request.prompt_ids)
+            logits = self._prefill(turn)
             turn.prefilled = time.perf_counter()
             while logits is not None and not self._cancelled:
                 self.last_logits = logits
@@ -109,13 +110,14 @@ class Session:
             raise UsageError(f"{request.max_tokens} tokens is no answer", "--max-tokens", "give at least 1")
         return room if request.max_tokens is None else min(room, request.max_tokens)
 
-    def _prefill(self, prompt: tuple[int, ...]) -> np.ndarray | None:
+    def _prefill(self, turn: _Turn) -> np.ndarray | None:
         """Logits after the prompt; None when cancelled on the way."""
-        ids, size, logits = np.asarray(prompt, np.int64), self.engine.limit, None
+        ids, size, logits = np.asarray(turn.request.prompt_ids, np.int64), self.engine.limit, None
         for at in range(0, len(ids), size):
             if self._cancelled:
                 return None
             logits = self.engine.model.forward(ids[at : at + size], self.state).logits[-1]
+            turn.prompt_read = self.state.length
         return logits
 
     def _expert_counts(self) -> tuple[int, int, int]:
@@ -137,7 +139,7 @@ class Session:
                 ttft_s=turn.first - turn.start if answer else 0.0,
                 prefill_s=prefill,
                 decode_s=decode,
-                prefill_tok_s=rate(prompt, prefill),
+                prefill_tok_s=rate(turn.prompt_read, prefill),
                 decode_tok_s=rate(max(0, answer - 1), decode),
             ),
             peak_rss_bytes=memory.peak_rss(),

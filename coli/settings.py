@@ -218,7 +218,7 @@ class Settings:
                                flag="--ram", unset="what the machine has free")  # fmt: skip
     cap: int | None = variable("COLI_CAP", Whole(1), None, "experts kept in memory per layer", flag="--cap",
                                unset="as many as the budget holds")  # fmt: skip
-    threads: int | None = variable("COLI_THREADS", Whole(1, 1024), None, "compute threads", flag="--threads",
+    threads: int | None = variable("COLI_THREADS", Whole(1, 256), None, "compute threads", flag="--threads",
                                    unset="physical cores")  # fmt: skip
     simd: bool = variable("COLI_SIMD", Bit(), True, "0 forces the plain kernels where AVX-512 ones exist")
     cache_dir: Path | None = variable("COLI_CACHE", Folder(), None, "where compiled kernels are kept",

@@ -16,7 +16,7 @@ the text "abcd" ends before "bc": nobody knows whether the d will come. Of "ab" 
 Control tokens add nothing to the text, so a stop that is the spelling of one ("<|im_end|>") is matched by its id.
 
 Invariant: the joined pieces, flush included, equal the whole text cut at its stop, however it was split
-(tests/text/test_stream.py, Hypothesis against a plain reference).
+(tests/text/test_text_stream.py, Hypothesis against a plain reference).
 """
 
 from __future__ import annotations

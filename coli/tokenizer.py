@@ -56,8 +56,8 @@ def decode_prompt(data: bytes, where: str) -> str:
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        what = f"the prompt is not UTF-8: byte {error.start} is 0x{data[error.start]:02x} ({error.reason})"
-        raise UsageError(what, where, "convert it first, for example with iconv -t utf-8") from None
+        what = f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise UsageError(what, where, "convert it, for example with iconv -t UTF-8") from None
 
 
 class Tokenizer:

@@ -22,6 +22,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")]
 
 
+NO_MODEL = "no model given: using the shipped nano model (--model or COLI_MODEL names another)"
+
+
 def settings(**flags: Any) -> tuple[Any, list[str]]:
     """(Settings, warnings) of the flags given. Raises UsageError."""
     from coli.settings import load

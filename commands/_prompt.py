@@ -22,7 +22,7 @@ _PATIENCE_S = 1.0
 def gather(words: list[str], file: Path | None, *, raw: bool, note: Callable[[str], None]) -> str:
     """The whole prompt. Raises UsageError for none, an empty one, bad UTF-8 and an unreadable file."""
     dash = words == ["-"]
-    parts = [] if dash or not words else [_decode_words(words)]
+    parts = [] if dash or not words else [text_of(" ".join(words), "PROMPT")]
     if file is not None:
         parts.append(_trim(_decode(_read_file(file), f"--file {file}"), raw))
     if dash or _piped(alone=not parts):
@@ -36,18 +36,15 @@ def gather(words: list[str], file: Path | None, *, raw: bool, note: Callable[[st
     return prompt
 
 
-def _decode_words(words: list[str]) -> str:
-    """Joined words; bytes of argv that were no UTF-8 arrive as lone surrogates."""
-    text = " ".join(words)
-    return _decode(os.fsencode(text), "PROMPT")
+def text_of(argument: str, where: str) -> str:
+    """A word of the command line; bytes that were no UTF-8 arrive as lone surrogates. Raises UsageError."""
+    return _decode(os.fsencode(argument), where)
 
 
 def _decode(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        what = f"not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise UsageError(what, where, "convert it, for example with iconv -t UTF-8") from None
+    from coli.tokenizer import decode_prompt
+
+    return decode_prompt(data, where)
 
 
 def _trim(text: str, raw: bool) -> str:

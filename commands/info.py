@@ -26,6 +26,8 @@ def info(
     settings, warnings = _options.settings(model=model)
     out = Output(color=not settings.no_color)
     out.lines(warnings)
+    if settings.model is None:
+        out.note(_options.NO_MODEL)
     facts = describe(find(settings.model))
     if json:
         out.document(facts)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from coli.session import Request
     from coli.settings import Settings
 
-NO_MODEL = "no model given: using the shipped nano model (--model or COLI_MODEL names another)"
-
-
 @dataclass(frozen=True)
 class Ask:
     """What is asked, before a tokenizer has seen it."""
@@ -84,7 +81,7 @@ def run(
 ) -> None:
     """Answer one prompt. The text goes to stdout, everything else to stderr."""
     from coli.commands._output import Output
-    from coli.commands._prompt import gather
+    from coli.commands._prompt import gather, text_of
 
     settings, warnings = _options.settings(model=model, ctx=ctx, cap=cap, ram=ram, threads=threads)
     out = Output(quiet=quiet, color=not settings.no_color, file=output)
@@ -94,8 +91,12 @@ def run(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
     _check_template_flags(raw, system=system, think=think, effort=effort)
-    if stop and not all(stop):
-        raise UsageError("an empty text stops every answer", "--stop", "give the text to end before")
+    for text in stop or ():
+        if not text:
+            raise UsageError("an empty text stops every answer", "--stop", "give the text to end before")
+        text_of(text, "--stop")
+    if system is not None:
+        text_of(system, "--system")
     prompt = gather(words or [], file, raw=raw, note=out.note)
     ask = Ask(prompt, raw, system, think, effort, max_tokens, tuple(stop or ()), sampling)
     code = _answer(ask, settings, out, as_json=json)
@@ -128,7 +129,7 @@ def _answer(ask: Ask, settings: Settings, out: Output, *, as_json: bool) -> int:
     try:
         out.done()
         if settings.model is None:
-            out.note(NO_MODEL)
+            out.note(_options.NO_MODEL)
         out.lines(engine.notes)
         out.note(engine.banner())
         report, code = _generate(engine, request(ask, engine, out), out, stream=not as_json)
@@ -164,12 +165,18 @@ def request(ask: Ask, engine: Engine, out: Output) -> Request:
 
     text = ask.prompt
     if engine.chat is None and not ask.raw:
-        if ask.system is not None:
-            raise UsageError("the model has no chat template to put it in", "--system", "put it into the prompt")
+        for flag, value in (("--system", ask.system), ("--think", ask.think), ("--effort", ask.effort)):
+            if value is not None:
+                raise UsageError("the model has no chat template to put it in", flag, "put it into the prompt")
         out.note("the model has no chat template: the prompt is sent as it is")
     elif engine.chat is not None and not ask.raw:
         messages = [{"role": "system", "content": ask.system}] if ask.system is not None else []
         messages.append({"role": "user", "content": ask.prompt})
+        for flag, value, name in (
+            ("--think", ask.think, "enable_thinking"), ("--effort", ask.effort, "reasoning_effort")
+        ):  # fmt: skip
+            if value is not None and name not in engine.chat.reads:
+                out.note(f"{flag} has no effect: the model's chat template does not read {name}")
         text = engine.chat.render(messages, thinking=ask.think, effort=ask.effort)
     return Request(
         prompt_ids=tuple(engine.tokenizer.encode(text)),

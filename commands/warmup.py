@@ -1,4 +1,4 @@
-"""`coli warmup`: compile every kernel a model needs now, so that no later run waits for it."""
+"""`coli warmup`: compile every kernel that any model can need now, so that no later run waits for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from coli.commands import _options
 
 
 def warmup(
-    model: _options.Model = None,
-    threads: _options.Threads = None,
     json: _options.Json = False,
     quiet: _options.Quiet = False,
 ) -> None:
@@ -16,7 +14,7 @@ def warmup(
 
     from coli.commands._output import Output
 
-    settings, warnings = _options.settings(model=model, threads=threads)
+    settings, warnings = _options.settings()
     out = Output(quiet=quiet, color=not settings.no_color)
     out.lines(warnings)
     from coli.program import cache

@@ -5,7 +5,7 @@ and not yet done, and writes, expert by expert, the pointer lists the expert GEM
 `grouped`). When some are missing the program is cut, the host reads them and plays on; when more are needed than the
 cache holds, the rows go through in waves: group, compute, cut, read, group again. Every pair has its own output row
 and they are summed in rank order afterwards (`combine`), so the bits do not depend on what was resident or on the
-number of waves (tests/models/test_experts_bits.py).
+number of waves (tests/models/test_qwen38.py).
 
 Groups block, int64: [G, pairs, then G x (record address, first pair, pair count)].
 Lists, int64, `limit` entries each: x rows | gate rows | up rows | activation rows | output rows.

@@ -22,11 +22,14 @@ def ple_gate(p, tid, nt):
         val, out = ai(p, 5) + 4 * r * ai(p, 6), ai(p, 7) + 4 * r * ai(p, 8) + at
         g = dot(ai(p, 1) + 4 * r * ai(p, 2) + at, ai(p, 3) + 4 * r * ai(p, 4) + at, h)
         g /= np.float32(math.sqrt(np.float32(h)))
-        root = np.float32(math.sqrt(max(abs(g), np.float32(1e-6))))
+        size = abs(g)
+        if size < np.float32(1e-6):  # a NaN stays one
+            size = np.float32(1e-6)
+        root = np.float32(math.sqrt(size))
         gate = np.float32(0.5)  # sign(0) = 0
         if g > 0:
             gate = sigmoid1(root)
-        elif g < 0:
+        elif g != 0:
             gate = sigmoid1(-root)
         for j in range(0, h, 16):
             st_part(out + 4 * j, mul(splat(gate), ld_part(val + 4 * j, h - j)), h - j)

@@ -9,13 +9,17 @@ import numpy as np
 
 from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
-from coli.formats.fp8 import block_size, widen
+from coli.formats.fp8 import block_size, has_nan_code, widen
 from coli.formats.safetensors import STORAGE, Tensor
 from coli.kernels.packing import aligned_bytes, pack_int8, packed_bytes
 from coli.program.ops import Weight
 
 _KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "fp8"}
 _TABLE_KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # kernels/streams.py
+_DAMAGED = "the file is damaged: download it again"
+# Routers, gates and the indexer: their numbers are compared, and a comparison swallows a NaN that elsewhere spreads
+# into the streams, where it is seen. So these are looked at when loaded.
+_SMALL = 1 << 21
 _PIECE = 1 << 22  # weights repacked at a time
 
 
@@ -53,7 +57,11 @@ class Weights:
         return out
 
     def _floats(self, name: str) -> np.ndarray:
-        return widen(self.checkpoint.view(name), self.checkpoint[name].dtype)
+        tensor = self.checkpoint[name]
+        values = widen(self.checkpoint.view(tensor), tensor.dtype)
+        if not np.isfinite(values).all():
+            raise ModelError(f"{tensor.name} holds a value that is not finite", tensor.path, _DAMAGED)
+        return values
 
     def norm(self, name: str) -> np.ndarray:
         """1 + w: the scale of a zero-centred RMS norm (model_spec 1.1, `rms1`)."""
@@ -76,14 +84,20 @@ class Weights:
             weight = self._int8(tensor)
         else:
             n, k = tensor.shape
+            if n * k <= _SMALL:
+                self._floats(name)  # only for its check
             weight = Weight(kind, n, k, self.checkpoint.view(tensor))
         self.nbytes += weight.nbytes
         return weight
 
     def _block_fp8(self, name: str) -> Weight:
         scales = np.ascontiguousarray(self._floats(name + "_scale_inv"))
-        n, k = self.checkpoint[name].shape
-        return Weight("fp8", n, k, self.checkpoint.view(name), scales, block_size(self.checkpoint.quantization))
+        tensor = self.checkpoint[name]
+        n, k = tensor.shape
+        codes = self.checkpoint.view(tensor)
+        if has_nan_code(codes):  # the kernels decode a NaN code as a number
+            raise ModelError(f"{tensor.name} holds a NaN", tensor.path, _DAMAGED)
+        return Weight("fp8", n, k, codes, scales, block_size(self.checkpoint.quantization))
 
     def _int8(self, tensor: Tensor) -> Weight:
         """Read and packed in pieces of rows: neither the file's pages nor a float32 copy ever fill the memory."""

@@ -30,7 +30,7 @@ def find(reference: str | None, environ: Mapping[str, str] | None = None) -> Pat
             raise ModelError("the shipped model is missing", NANO, "install coli again, or give --model")
         return NANO
     try:
-        path = Path(reference).expanduser()
+        path = _home(Path(reference))
         if path.is_dir():
             return path
         is_file = path.exists()
@@ -48,14 +48,22 @@ def find(reference: str | None, environ: Mapping[str, str] | None = None) -> Pat
     return _in_hub_cache(reference, match, os.environ if environ is None else environ)
 
 
+def _home(path: Path) -> Path:
+    """`path` with a leading ~ replaced; as it is where there is no such home."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
 def hub_cache(environ: Mapping[str, str]) -> Path:
     """Where huggingface_hub keeps its downloads under `environ`."""
     if environ.get("HF_HUB_CACHE"):
-        return Path(environ["HF_HUB_CACHE"]).expanduser()
+        return _home(Path(environ["HF_HUB_CACHE"]))
     if environ.get("HF_HOME"):
-        return Path(environ["HF_HOME"]).expanduser() / "hub"
+        return _home(Path(environ["HF_HOME"])) / "hub"
     base = Path(environ["XDG_CACHE_HOME"]) if environ.get("XDG_CACHE_HOME") else Path("~/.cache")
-    return base.expanduser() / "huggingface" / "hub"
+    return _home(base) / "huggingface" / "hub"
 
 
 def _in_hub_cache(reference: str, match: re.Match[str], environ: Mapping[str, str]) -> Path:

@@ -151,6 +151,5 @@ class Qwen38:
     def close(self) -> None:
         for table in self._tables:
             table.close()
-        self.store.close()
 
 

@@ -46,7 +46,7 @@ def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int) -> int:
     row = (
         3 * g.width + g.hc_lowrank + g.streams + 3 * g.hidden + 2 * (g.conv_channels + inner) + 4 * g.gdn_value_heads
         + 3 * g.heads * g.head_dim + 2 * g.kv_heads * g.head_dim + (g.index_heads + 1) * g.index_dim
-        + (blocks if blocks > g.index_blocks else 1) + g.index_blocks + g.experts + 3 * g.shared_inter + g.ple_dim
+        + (blocks + g.index_blocks if blocks > g.index_blocks else 2) + g.experts + 3 * g.shared_inter + g.ple_dim
         + g.rotary_dim + g.top_k * (pair + 3) + 55
     )
     final = MAX_UNDOABLE * (3 * g.width + g.hc_lowrank + g.hidden + g.vocab)
@@ -101,8 +101,9 @@ class Writer:
         self.k, self.v = p.rows(g.kv_heads * g.head_dim), p.rows(g.kv_heads * g.head_dim)
         self.qk = p.rows((g.index_heads + 1) * g.index_dim)
         blocks = self.ctx // g.index_ratio + 1
-        self.scores = p.buffer(p.limit, blocks if blocks > g.index_blocks else 1)
-        self.picks = p.buffer(p.limit, g.index_blocks, dtype=np.int32)
+        picking = blocks > g.index_blocks  # else every row attends all rows, and nothing is written here
+        self.scores = p.buffer(p.limit, blocks if picking else 1)
+        self.picks = p.buffer(p.limit, g.index_blocks if picking else 1, dtype=np.int32)
         self.counts = p.buffer(p.limit, dtype=np.int64)
         self.scratch_width = _scratch_floats(g, self.ctx)
         self.scratch = p.buffer(self.team.threads, self.scratch_width)
@@ -202,7 +203,7 @@ class Writer:
              self.rope, off, raw, g.index_heads, g.index_dim, g.rotary_dim)
         p.op("block_keys", p.step, raw, pooled, w.norm(name + "indexer.k_layernorm.weight"), g.eps, self.rope, off,
              g.index_dim, g.rotary_dim, g.index_ratio)
-        if self.ctx // g.index_ratio > g.index_blocks:
+        if self.ctx // g.index_ratio + 1 > g.index_blocks:
             p.op("index_scores", p.step, self.qk.array, self.qk.ld, pooled, self.scores, self.scores.shape[1],
                  g.index_heads, g.index_dim, g.index_ratio, g.index_blocks)
         p.op("index_pick", p.step, self.scores, self.scores.shape[1], self.picks, g.index_blocks, self.counts,

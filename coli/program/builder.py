@@ -19,7 +19,7 @@ import numpy as np
 from coli.program.cache import Kernels
 
 # The same numbers as in kernels/threads.py, which must not be imported here: it needs Numba
-# (tests/program/test_builder.py compares them).
+# (tests/program/test_team.py compares them).
 ROW_CELLS, ARGS = 24, 22
 BARRIER, MAY_CUT = 1, 2
 STEP_ROWS, STEP_POS, STEP_FIRST, STEP_UNDO = 0, 1, 2, 3
@@ -117,8 +117,9 @@ class Program:
         """Make the kernels ready and write the table."""
         self._check_cuts()
         self._kept.append(kernels)  # the code lives as long as they do
-        names = {name for name, _, _ in self._ops}
-        kernels.load(names.union(*(kernels.tiles(kind) for kind in self._tiles)))
+        names = {name for name, _, _ in self._ops} | {"worker", "publish", "lead"}  # what plays it, in the same go
+        names.update(*(kernels.tiles(kind) for kind in self._tiles))
+        kernels.load(names)
         for kind, addresses in self._tiles.items():
             for name in kernels.tiles(kind):
                 addresses[int(name.rsplit("_", 1)[1])] = kernels[name]

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import selectors
 import shutil
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from coli.errors import ColiError, ModelError
+from coli.errors import ColiError
 from coli.kernels.packing import TILE_ROWS, tile_name
 from coli.program import compile as compiler
 
@@ -80,42 +79,34 @@ def cache_key(simd: bool) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, progress: Progress) -> Iterator[None]:
     """One compiling process at a time per cache folder (POSIX; elsewhere the renames alone keep it sound)."""
     with open(folder / "lock", "a") as handle:
         with contextlib.suppress(ImportError):
             import fcntl
 
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress("waiting for another coli that is compiling the kernels")
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 class Kernels:
     """Addresses of compiled kernels by name: `kernels.load(names)`, then `kernels[name]`.
 
-    `notes` collects warnings for the user; `compiled` and `reused` count what load() did."""
+    `folder` is where they are looked for; it needs to be writable only when one is missing. `notes` collects warnings
+    for the user; `compiled` and `reused` count what load() did."""
 
     def __init__(self, folder: Path | None = None, *, simd: bool = True, on_progress: Progress | None = None) -> None:
         self.simd, self.compiled, self.reused = simd, 0, 0
         self.notes: list[str] = []
+        self.folder = (folder or default_folder()) / cache_key(simd)
         self._progress = on_progress or (lambda text: None)
         self._addresses: dict[str, int] = {}
         self._engine: Any = None
-        self.folder = self._writable((folder or default_folder()) / cache_key(simd))
-
-    def _writable(self, folder: Path) -> Path:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError as error:
-            temporary = tempfile.mkdtemp(prefix="coli-kernels-")
-            atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-            self.notes.append(
-                f"kernel cache {folder} is not writable ({error.strerror}): compiling for this run only; "
-                "COLI_CACHE names another folder"
-            )
-            return Path(temporary)
+        self._output: Path | None = None
 
     def __getitem__(self, name: str) -> int:
         return self._addresses[name]
@@ -125,21 +116,49 @@ class Kernels:
         wanted = sorted(set(names) - set(self._addresses))
         if not wanted:
             return
-        objects = {name: compiler.read(self.folder / f"{name}.ko") for name in wanted}
-        missing = [name for name in wanted if objects[name] is None]
-        self.reused += len(wanted) - len(missing)
+        objects = self._read(self.folder, wanted)
+        missing = [name for name in wanted if name not in objects]
+        self.reused += len(objects)
         if missing:
-            with _locked(self.folder):
-                missing = [name for name in missing if compiler.read(self.folder / f"{name}.ko") is None]
-                self._compile(missing)
-            self.compiled += len(missing)
-            objects = {name: compiler.read(self.folder / f"{name}.ko") for name in wanted}
-        self._link({name: entry for name, entry in objects.items() if entry is not None})
-        lost = set(wanted) - set(self._addresses)
+            output = self._writable()
+            with _locked(output, self._progress):
+                self._compile(output, [name for name in missing if name not in self._read(output, missing)])
+            objects |= self._read(output, missing)
+        lost = set(wanted) - set(objects)
         if lost:
             raise ColiError(f"compiled kernels vanished: {', '.join(sorted(lost))}", self.folder, "run it again")
+        self._link(objects)
 
-    def _compile(self, names: list[str]) -> None:
+    @staticmethod
+    def _read(folder: Path, names: Iterable[str]) -> dict[str, tuple[str, bytes]]:
+        """The (symbol, object code) of those that are there and whole."""
+        found = ((name, compiler.read(folder / f"{name}.ko")) for name in names)
+        return {name: entry for name, entry in found if entry is not None}
+
+    def _writable(self) -> Path:
+        """Where to compile to: the cache folder, or for this run only a temporary one."""
+        if self._output is None:
+            self._output = self.folder
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder), open(self.folder / "lock", "a"):
+                    pass
+            except OSError as error:
+                temporary = tempfile.mkdtemp(prefix="coli-kernels-")
+                atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+                self._output = Path(temporary)
+                self.notes.append(
+                    f"kernel cache {self.folder} is not writable ({error.strerror}): compiling for this run only; "
+                    "COLI_CACHE names another folder"
+                )
+        return self._output
+
+    @property
+    def kept(self) -> bool:
+        """Whether what was compiled stays for the next run."""
+        return self._output in (None, self.folder)
+
+    def _compile(self, folder: Path, names: list[str]) -> None:
         if not names:
             return
         # tiles of many rows take longest: deal them out in turn, longest first
@@ -148,33 +167,40 @@ class Kernels:
         env = dict(os.environ, NUMBA_NUM_THREADS="1")
         if not self.simd:
             env["NUMBA_CPU_NAME"], env["NUMBA_CPU_FEATURES"] = _cpu(False)
-        start = time.monotonic()
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "coli.program.compile", str(self.folder), *order[i::workers]],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, stdin=subprocess.DEVNULL,
-            )
-            for i in range(workers)
-        ]
+        processes: list[subprocess.Popen[str]] = []
+        try:
+            for i in range(workers):
+                command = [sys.executable, "-P", "-m", "coli.program.compile", str(folder), *order[i::workers]]
+                pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+                processes.append(subprocess.Popen(command, text=True, env=env, **pipes))  # type: ignore[call-overload]
+            self._watch(processes, len(names))
+            for process in processes:
+                errors = process.communicate()[1].strip()
+                if process.returncode:
+                    last = errors.splitlines()[-1] if errors else f"exit {process.returncode}"
+                    raise ColiError(f"compiling kernels failed: {last}", folder, "COLI_DEBUG=1 shows more")
+        finally:  # also on Ctrl-C and SIGTERM: nobody goes on compiling for a coli that has left
+            for process in processes:
+                process.kill()
+                process.communicate()
+        self.compiled += len(names)
+
+    def _watch(self, processes: list[subprocess.Popen[str]], total: int) -> None:
+        """Say how far the compiling processes are until all have closed their output."""
+        start, done = time.monotonic(), 0
         with selectors.DefaultSelector() as ready:
             for process in processes:
                 assert process.stdout is not None
                 ready.register(process.stdout, selectors.EVENT_READ)
-            done = 0
-            self._progress(f"compiling kernels for this CPU, once: 0/{len(names)}")
+            self._progress(f"compiling kernels for this CPU, once: 0/{total}")
             while ready.get_map():
                 for key, _ in ready.select():
                     if key.fileobj.readline():  # type: ignore[union-attr]
                         done += 1
                         seconds = time.monotonic() - start
-                        self._progress(f"compiling kernels for this CPU, once: {done}/{len(names)}, {seconds:.0f} s")
+                        self._progress(f"compiling kernels for this CPU, once: {done}/{total}, {seconds:.0f} s")
                     else:
                         ready.unregister(key.fileobj)
-        for process in processes:
-            errors = process.communicate()[1]
-            if process.returncode:
-                last = errors.strip().splitlines()[-1] if errors.strip() else f"exit {process.returncode}"
-                raise ColiError(f"compiling kernels failed: {last}", self.folder, "COLI_DEBUG=1 shows more")
 
     def _link(self, objects: dict[str, tuple[str, bytes]]) -> None:
         import llvmlite.binding as llvm
@@ -189,6 +215,8 @@ class Kernels:
         self._engine.finalize_object()
         for name, (symbol, _) in objects.items():
             self._addresses[name] = self._engine.get_function_address(symbol)
+            if not self._addresses[name]:
+                raise ColiError(f"{name}.ko holds no {symbol}", self.folder, "delete that folder and run again")
 
     def tiles(self, kind: str) -> list[str]:
         """Names of the GEMV tiles of one weight kind."""
@@ -196,10 +224,10 @@ class Kernels:
 
 
 def warmup(settings: Any, on_progress: Progress | None = None) -> WarmupReport:
-    """Compile every kernel the engines can use."""
-    if importlib.util.find_spec("numba") is None:
-        raise ModelError("Numba is not installed", "coli warmup", "pip install numba")
+    """Compile every kernel the engines can use. Raises ColiError where they cannot be kept."""
     start = time.monotonic()
     kernels = Kernels(settings.cache_dir, simd=settings.simd, on_progress=on_progress)
     kernels.load(compiler.signatures())
+    if not kernels.kept:
+        raise ColiError(kernels.notes[0], "warmup", "a warm-up that is not kept is of no use")
     return WarmupReport(kernels.compiled, kernels.reused, time.monotonic() - start, str(kernels.folder))

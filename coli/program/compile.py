@@ -20,6 +20,9 @@ from typing import Any
 MODULES = ("threads", "dispatch", "norm", "streams", "deltanet", "attention", "moe", "ple", "linear")
 
 
+_MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # ELF, Mach-O
+
+
 def signatures() -> dict[str, tuple[Any, Any]]:
     """Name -> (Numba signature, Python function) of every kernel there is."""
     from numba import types
@@ -65,7 +68,8 @@ def read(path: Path) -> tuple[str, bytes] | None:
     try:
         head, _, code = path.read_bytes().partition(b"\n")
         entry = json.loads(head)
-        return (entry["symbol"], code) if hashlib.sha256(code).hexdigest() == entry["sha256"] else None
+        whole = hashlib.sha256(code).hexdigest() == entry["sha256"] and code[:4] in _MAGIC
+        return (str(entry["symbol"]), code) if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -19,9 +19,10 @@ from coli.program.cache import Kernels
 CUT, TABLE, PC, END, THREADS, QUIT, SPINS, IDLE_SPINS = 16, 32, 33, 34, 35, 36, 37, 38
 LINES, LINE_CELLS, PARKED = 64, 16, 2
 MAX_THREADS = 256
-# Pauses (10 to 40 ns each) before a waiting thread yields: at a barrier longer than two threads' shares of an op differ,
-# between steps longer than the host takes to pick a token and start the next.
+# Pauses (10 to 40 ns each) before a waiting thread yields: at a barrier longer than two threads' shares of an op
+# differ, between steps longer than the host takes to pick a token and start the next.
 _BARRIER_SPINS, _BETWEEN_STEPS_SPINS = 8_000, 40_000
+TEAM_KERNELS = ("worker", "publish", "lead")
 _ENTRY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -41,13 +42,12 @@ class Team:
     """`threads` threads that play programs together. Not reentrant: one play at a time."""
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
-        kernels.load(("worker", "publish", "lead"))
         self.threads = threads
         self._kernels = kernels  # the code lives as long as this does
         self.control = aligned((LINES + LINE_CELLS * threads,), np.int64)
         self._control_address = self.control.ctypes.data
-        self._worker, self._publish, self._lead = (_ENTRY(kernels[name]) for name in ("worker", "publish", "lead"))
         self._wake = [threading.Event() for _ in range(threads)]
+        self._started = False
         self.control[THREADS] = threads
         if threads <= usable_cpus():  # with more threads than CPUs the one waited for needs our CPU: yield at once
             self.control[SPINS], self.control[IDLE_SPINS] = _BARRIER_SPINS, _BETWEEN_STEPS_SPINS
@@ -55,8 +55,15 @@ class Team:
             threading.Thread(target=self._serve, args=(tid,), name=f"coli-{tid}", daemon=True)
             for tid in range(1, threads)
         ]
+
+    def _start(self) -> None:
+        """Put the members to work, at the first play: until then a program may still be writing down what else is to
+        be compiled, and everything is compiled in one go."""
+        self._kernels.load(TEAM_KERNELS)
+        self._worker, self._publish, self._lead = (_ENTRY(self._kernels[name]) for name in TEAM_KERNELS)
         for member in self._members:
             member.start()
+        self._started = True
 
     @property
     def cut_cell(self) -> np.ndarray:
@@ -78,6 +85,8 @@ class Team:
     def play(self, program: Program, start: int = 0) -> int:
         """Play from row `start`; returns the row to continue at: `len(table)` when it ran to its end. A reason left
         in `cut_cell` says why it stopped earlier."""
+        if not self._started:
+            self._start()
         control = self.control
         control[CUT] = 0
         control[TABLE], control[PC], control[END] = program.table.ctypes.data, start, len(program.table)
@@ -87,7 +96,7 @@ class Team:
 
     def close(self) -> None:
         """End the workers; the team cannot play afterwards."""
-        if self.control[QUIT]:
+        if self.control[QUIT] or not self._started:
             return
         self.control[QUIT] = 1
         if self._publish(self._control_address, 0):

@@ -27,6 +27,8 @@ class Tokenizer:
 
 
 class Chat:
+    reads = frozenset({"enable_thinking", "reasoning_effort"})
+
     def render(self, messages: list[dict[str, str]], **options: Any) -> str:
         said = " ".join(f"{m['role']}={m['content']}" for m in messages)
         return f"{said} thinking={options['thinking']} effort={options['effort']}"

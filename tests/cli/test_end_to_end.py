@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coli.commands.run import NO_MODEL
+from coli.commands._options import NO_MODEL
 from tests.conftest import CLI, Coli, clean_env
 
 ORACLE = Path(__file__).parents[1] / "data" / "nano_oracle" / "oracle.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coli.commands.run import NO_MODEL
+from coli.commands._options import NO_MODEL
 from tests.conftest import FAKE, Coli, clean_env
 
 

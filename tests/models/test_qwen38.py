@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from coli.errors import ModelError, NonFinite
 from coli.kernels.packing import quantise_int8
+from coli.models import base
 from tests.models.bench_model import Opened, oracle_logits, random_ids
 from tests.tiny import odd_config, tiny_config, write_tiny
 
@@ -137,11 +139,23 @@ def test_int8_rows_equal_the_oracle_on_the_rounded_weights(tiny):
     assert 1e-4 < error < 0.15
 
 
-def test_a_value_that_is_not_finite_names_the_layer(tmp_path):
-    from coli.errors import NonFinite
+POISON = ("layers.2.linear_attn.out_proj.weight", "layers.1.mlp.gate.weight", "layers.3.self_attn.q_norm.weight",
+          "layers.1.ple.key_proj.weight", "layers.3.self_attn.indexer.index_qk_proj.weight")  # fmt: skip
 
-    folder = write_tiny(tmp_path, seed=3, dtype="F32", poison="layers.2.linear_attn.out_proj.weight")
+
+@pytest.mark.parametrize("name", POISON)
+def test_a_small_weight_that_is_not_finite_is_found_at_load(tmp_path, name):
+    folder = write_tiny(tmp_path, seed=3, dtype="F32", poison=name)
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        Opened(folder)
+
+
+@pytest.mark.parametrize("name", [POISON[0], POISON[1], POISON[3]])
+def test_a_value_that_is_not_finite_names_the_layer(tmp_path, monkeypatch, name):
+    """As it would come out of a matrix too large to be looked at when loaded."""
+    monkeypatch.setattr(base, "_SMALL", 0)
+    folder = write_tiny(tmp_path, seed=3, dtype="F32", poison=name)
     with Opened(folder) as opened:
-        with pytest.raises(NonFinite, match="layer 2"):
+        with pytest.raises(NonFinite, match=f"layer {name.split('.')[1]}"):
             opened.logits(random_ids(9, folder), [9])
         assert opened.state.length == 0

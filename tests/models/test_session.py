@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import pytest
 
 from coli.engine import Engine
-from coli.errors import ModelError, PromptTooLong, ReadError, UsageError
+from coli.errors import DoesNotFit, ModelError, PromptTooLong, ReadError, UsageError
 from coli.sampling import Sampling
 from coli.session import Request, Session
 from coli.settings import load
@@ -137,6 +138,34 @@ def test_a_failed_read_names_the_expert_and_the_next_request_goes_on(tmp_path, m
             list(session.generate(Request((9, 8, 7), max_tokens=6)))
         monkeypatch.setattr(os, "preadv", real)
         assert answer(session, Request((3, 4, 5), max_tokens=6)).token_ids == expected
+
+
+def test_a_failed_open_leaves_no_thread_behind(tmp_path):
+    before = set(threading.enumerate())
+    folder = write_tiny(tmp_path / "a", dtype="F32")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        Opened(folder)
+    with pytest.raises(DoesNotFit):
+        Opened(write_tiny(tmp_path / "b", dtype="F32"), ram=0.001)
+    with Opened(write_tiny(tmp_path / "c", dtype="F32")) as opened:
+        opened.engine.model.forward([3, 4], opened.state)
+        assert set(threading.enumerate()) - before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive(), thread
+
+
+def test_a_cancelled_prefill_reports_what_was_read(engine, prompt, monkeypatch):
+    session, forward = Session(engine), engine.model.forward
+
+    def cancelling(*args, **kwargs):
+        session.cancel()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", cancelling)
+    report = answer(session, Request(prompt * 20))
+    assert report.timings.prefill_tok_s == pytest.approx(engine.limit / report.timings.prefill_s)
 
 
 def test_another_model_type_is_named(tmp_path):

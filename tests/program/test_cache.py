@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from coli.errors import ColiError
 from coli.kernels.packing import TILE_KINDS, TILE_ROWS, tile_name
 from coli.program import compile as compiler
-from coli.program.cache import Kernels, cache_key
+from coli.program.cache import Kernels, cache_key, warmup
+from coli.settings import load
 
 NAMES = ("publish", "todo")
 
@@ -45,10 +51,13 @@ def test_a_damaged_object_is_made_again(tmp_path):
 def test_two_processes_at_once_share_the_work(tmp_path):
     code = (
         "from pathlib import Path\nfrom coli.program.cache import Kernels\n"
-        f"Kernels(Path({str(tmp_path)!r})).load({NAMES!r})"
+        f"k = Kernels(Path({str(tmp_path)!r}))\nk.load({NAMES!r})\nprint(k.compiled)"
     )
-    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    assert [process.wait(60) for process in both] == [0, 0]
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    counts = [int(process.communicate(timeout=60)[0]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum(counts) == len(NAMES), "a kernel was compiled twice"
     left = sorted(path.name for path in (tmp_path / cache_key(True)).iterdir())
     assert left == ["lock", "publish.ko", "todo.ko"]
 
@@ -59,6 +68,49 @@ def test_an_unwritable_folder_costs_one_note_and_still_runs(tmp_path):
     kernels = Kernels(blocked)
     kernels.load(NAMES)
     assert kernels["todo"] and len(kernels.notes) == 1 and "not writable" in kernels.notes[0]
+    with pytest.raises(ColiError, match="not writable"):
+        warmup(load({"cache_dir": blocked}, {})[0])
+
+
+def test_a_complete_cache_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):
+    _load(tmp_path)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    kernels = Kernels(tmp_path)
+    kernels.load(NAMES)
+    assert (kernels.compiled, kernels.reused, kernels.notes) == (0, 2, [])
+
+
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+def test_nobody_compiles_on_for_a_coli_that_was_ended(tmp_path, name):
+    env = os.environ | {"COLI_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "coli.commands.app", "warmup"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    while not (workers := psutil.Process(process.pid).children()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(name)
+    assert process.wait(30) == 128 + name
+    assert len(process.communicate()[1].splitlines()) <= 2
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
+@pytest.mark.slow
+def test_the_plain_build_has_no_wide_registers(tmp_path):
+    """COLI_SIMD=0 compiles for this CPU without AVX-512: a zmm register would be an illegal instruction elsewhere."""
+    if not shutil.which("objdump"):
+        pytest.skip("needs binutils")
+    kernels = Kernels(tmp_path, simd=False)
+    kernels.load(["tile_bf16_6", "tile_int8_3", "attention", "deltanet", "router", "stream_mix"])
+    for path in kernels.folder.glob("*.ko"):
+        code = tmp_path / "object.o"
+        code.write_bytes(compiler.read(path)[1])
+        listing = subprocess.run(["objdump", "-d", str(code)], capture_output=True, text=True, check=True).stdout
+        assert "ymm" in listing and "zmm" not in listing, path.name
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/usr/bin/setpriv").exists(), reason="needs another user")

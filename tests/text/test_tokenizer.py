@@ -71,9 +71,9 @@ def test_untrusted_text_makes_no_added_token(before: str, token: str, after: str
 
 
 def test_broken_prompts_name_the_place() -> None:
-    with pytest.raises(UsageError, match=r"stdin: .*byte 3 is 0xff"):
+    with pytest.raises(UsageError, match=r"stdin: .*byte 0xff at offset 3"):
         decode_prompt(b"abc\xffd", "stdin")
-    with pytest.raises(UsageError, match=r"byte 2 is 0xd1"):
+    with pytest.raises(UsageError, match=r"byte 0xd1 at offset 2"):
         decode_prompt("аё".encode()[:3], "p.txt")
     with pytest.raises(UsageError, match=r"character 1 .*U\+DCFF"):
         nano.encode("a\udcff")
