@@ -75,10 +75,16 @@ def choose_cap(budget: int, needs: Terms, *, layers: int, experts: int, slot_byt
 
 
 def peak_rss() -> int:
-    """Most memory this process ever held, in bytes."""
+    """Most memory this process ever held, in bytes.
+
+    Linux's own mark is preferred: getrusage's survives an exec, so a program started by a large one would report the
+    large one's."""
     import resource
     import sys
 
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -86,6 +86,13 @@ def test_the_real_geometry_loads_runs_and_holds_what_was_planned(tmp_path_factor
     _check(seen)
 
 
+def test_the_peak_is_our_own_and_not_that_of_who_started_us():
+    ballast = b"x" * (300 << 20)
+    code = "from coli import memory; print(memory.peak_rss())"
+    small = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert small < len(ballast) // 2
+
+
 def test_a_budget_sizes_the_cache_and_a_budget_below_the_floor_is_refused(tmp_path):
     folder = write_tiny(tmp_path, dtype="F32")
     with Opened(folder) as opened:
