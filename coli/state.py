@@ -101,8 +101,8 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes allocated (address space; untouched pages cost no memory)."""
-        fixed = (self.tokens, self.k, self.v, self.raw, self.pooled, self.live)
-        return sum(array.nbytes for array in (*fixed, *self.rings, *self.slots))
+        arrays = [self.k, self.v, self.raw, self.pooled, self.live, *self.rings, *self.slots]
+        return self.tokens.nbytes + sum(array.nbytes for array in arrays)
 
     def reserve(self, slots: int) -> bool:
         """Have at least `slots` undo slots; False, and nothing changed, when memory does not allow it."""

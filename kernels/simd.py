@@ -12,6 +12,8 @@ Addresses are int64 (kernels/abi.py).
 
 from __future__ import annotations
 
+from typing import Any
+
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
@@ -49,9 +51,10 @@ _MASK = ir.VectorType(ir.IntType(1), 16)
 def has_vnni() -> bool:
     """Does the CPU that Numba compiles for have AVX-512 VNNI? NUMBA_CPU_FEATURES decides where it is set (empty: no);
     NUMBA_CPU_NAME alone does not, because Numba adds the host's features to any name but "generic"."""
-    if config.CPU_FEATURES is not None:
-        return "+avx512vnni" in config.CPU_FEATURES.split(",")
-    return bool(config.ENABLE_AVX) and llvm.get_host_cpu_features().get("avx512vnni", False)
+    settings: Any = config  # Numba fills this module at import
+    if settings.CPU_FEATURES is not None:
+        return "+avx512vnni" in settings.CPU_FEATURES.split(",")
+    return bool(settings.ENABLE_AVX) and llvm.get_host_cpu_features().get("avx512vnni", False)
 
 
 _VNNI = has_vnni()
