@@ -16,7 +16,7 @@ from coli.formats.checkpoint import Checkpoint
 from coli.models.base import Rows as Answer
 from coli.models.base import Weights
 from coli.models.qwen38_geometry import Geometry
-from coli.models.qwen38_program import Writer, state_spec
+from coli.models.qwen38_program import Writer
 from coli.ngrams import NgramHash, NgramTable
 from coli.program.builder import STEP_FIRST, STEP_POS, STEP_ROWS, STEP_UNDO
 from coli.program.cache import Kernels
@@ -31,9 +31,10 @@ class Qwen38:
 
     def __init__(self, checkpoint: Checkpoint, g: Geometry, weights: Weights, store: ExpertStore, kernels: Kernels,
                  team: Team, *, ctx: int, limit: int) -> None:
-        self.geometry, self.ctx, self.limit, self.spec = g, ctx, limit, state_spec(g)
+        self.geometry, self.ctx, self.limit = g, ctx, limit
         self.store, self.team, self.weights = store, team, weights
         self._writer = Writer(g, weights, store, team, ctx, limit)
+        self.spec = self._writer.spec
         self._program = self._writer.write().finish(kernels)
         self._hashes = [NgramHash(g, i) for i in range(len(g.ple_layers))]
         self._tables = [NgramTable(checkpoint, g, layer) for layer in g.ple_layers]
@@ -57,13 +58,16 @@ class Qwen38:
         ids = np.asarray(tokens, np.int64)
         self._check(ids, state, undoable)
         size = MAX_UNDOABLE if want == "all" else self.limit
-        answers = []
+        answers: list[Answer] = []
         try:
             for at in range(0, len(ids), size):
                 piece = ids[at : at + size]
                 last = at + size >= len(ids)
                 first = 0 if want == "all" else len(piece) - 1 if last else len(piece)
-                answers.append(self._step(piece, state, first, undoable))
+                answer = self._step(piece, state, first, undoable)
+                if want == "all" and len(ids) > size:  # the next piece overwrites the buffers
+                    answer = Answer(answer.logits.copy(), answer.streams.copy())
+                answers.append(answer)
         except BaseException:
             state.reset()
             raise
@@ -121,7 +125,7 @@ class Qwen38:
 
     def _play(self, rows: int) -> None:
         w, program, cut = self._writer, self._program, self.team.cut_cell
-        misses = self.store.misses
+        w.used[0], misses = 0, self.store.misses
         at = self.team.play(program)
         while at < len(program.table):
             reason, op = int(cut[0]), at - 1
@@ -136,7 +140,6 @@ class Qwen38:
                 raise ColiError(f"the program stopped at op {op} for no known reason ({reason})", "player")
             at = self.team.play(program, at)
         self.store.count_hits(int(w.used[0]) - (self.store.misses - misses))
-        w.used[0] = 0
 
     def _fetch(self, layer: int) -> None:
         """Make this wave's experts resident: all that are still to do, or as many as the cache holds. When those do

@@ -36,6 +36,16 @@ def test_logits_equal_the_oracle_however_the_prompt_is_cut(tiny):
     assert whole.tobytes() == single[-1:].tobytes()
 
 
+def test_asking_for_every_row_of_a_long_piece_gives_every_row(tiny):
+    ids = random_ids(30, tiny)
+    with Opened(tiny) as opened:
+        _, single = opened.logits(ids, [1])
+        opened.state.reset()
+        answer = opened.engine.model.forward(ids, opened.state, want="all")
+        assert answer.logits.tobytes() == single.tobytes()
+        assert len({row.tobytes() for row in answer.streams}) == len(ids)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_any_chunking_leaves_the_same_logits_and_the_same_state(tiny, seed):
     rng = np.random.default_rng(seed)
