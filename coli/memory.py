@@ -8,7 +8,6 @@ process, control-group limits included (design.md section 8).
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -87,8 +86,3 @@ def peak_rss() -> int:
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def rss() -> int:
-    """Memory this process holds now, in bytes."""
-    return psutil.Process(os.getpid()).memory_info().rss

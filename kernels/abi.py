@@ -50,8 +50,6 @@ def _scalar(nb_type, llvm_type):
 ld1_f32, st1_f32 = _scalar(types.float32, F32)
 ld1_i64, st1_i64 = _scalar(types.int64, I64)
 ld1_i32, st1_i32 = _scalar(types.int32, I32)
-ld1_u16, st1_u16 = _scalar(types.uint16, I16)
-ld1_i8, st1_i8 = _scalar(types.int8, I8)
 _ld1_f64, _ = _scalar(types.float64, F64)
 
 

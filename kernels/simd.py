@@ -136,7 +136,6 @@ ld_f32, ld_f32_tail = _loader(F32, lambda b, v: v)
 ld_bf16, ld_bf16_tail = _loader(I16, _from_bf16)
 ld_f16, ld_f16_tail = _loader(I16, _from_f16)
 ld_e4m3, ld_e4m3_tail = _loader(I8, _from_e4m3)  # times 2**-8
-ld_i8, ld_i8_tail = _loader(I8, lambda b, v: b.sitofp(b.sext(v, _LI), _LF))
 
 
 @intrinsic

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from coli.errors import ModelError
+from coli.experts import KINDS
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import block_size, has_nan_code, widen
 from coli.formats.safetensors import STORAGE, Tensor
 from coli.kernels.packing import aligned_bytes, pack_int8, packed_bytes
 from coli.program.ops import Weight
 
-_KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "fp8"}
 _TABLE_KINDS = {"F32": 0, "F16": 1, "BF16": 2}  # kernels/streams.py
 _DAMAGED = "the file is damaged: download it again"
 # Routers, gates and the indexer: their numbers are compared, and a comparison swallows a NaN that elsewhere spreads
@@ -77,7 +77,7 @@ class Weights:
     def matrix(self, name: str) -> Weight:
         """[n, k] as a GEMV weight."""
         tensor = self.checkpoint[name]
-        kind = _KINDS[tensor.dtype]
+        kind = KINDS[tensor.dtype]
         if kind == "fp8":
             weight = self._block_fp8(name)
         elif self.int8_rows(name):

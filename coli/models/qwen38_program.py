@@ -68,7 +68,7 @@ class Writer:
     """Writes the program: one method an idea, buffers shared by all layers."""
 
     def __init__(self, g: Geometry, weights: Weights, store: ExpertStore, team: Team, ctx: int, limit: int) -> None:
-        self.g, self.w, self.store, self.team, self.ctx = g, weights, store, team, ctx
+        self.g, self.w, self.store, self.team, self.ctx, self.spec = g, weights, store, team, ctx, state_spec(g)
         self.program = p = Program(limit)
         self.final = p.buffer(8, dtype=np.int64)  # step block of the rows whose logits are wanted
         self.embedding = Embedding(weights.checkpoint, limit)
@@ -174,11 +174,11 @@ class Writer:
         ])
         ring = StateCell(lambda state: state.rings[index].ctypes.data)
         p.op("conv_silu", p.step, self.qkv.array, self.qkv.ld, w.conv(name + "conv1d.weight"), ring,
-             state_spec(g).ring_rows(g.gdn_conv - 1), self.u.array, self.u.ld, g.conv_channels, g.gdn_conv, 1, 0, 0)
+             self.spec.ring_rows(g.gdn_conv - 1), self.u.array, self.u.ld, g.conv_channels, g.gdn_conv, 1, 0, 0)
         heads = (g.gdn_key_heads, g.gdn_value_heads, g.gdn_key_dim, g.gdn_value_dim)
         p.op("gdn_prep", p.step, self.u.array, self.u.ld, self.a.array, self.a.ld, self.b.array, self.b.ld,
              -np.exp(w.vector(name + "A_log")), w.vector(name + "dt_bias"), self.decay, self.beta, *heads)
-        offset = 4 * index * state_spec(g).recurrent_width
+        offset = 4 * index * self.spec.recurrent_width
         p.op("deltanet", p.step, self.u.array, self.u.ld, self.decay, self.beta,
              StateCell(lambda state: state.cells.ctypes.data), offset, self.o.array, self.o.ld, *heads, 0)
         p.op("gated_norm", p.step, self.o.array, self.o.ld, self.z.array, self.z.ld, w.vector(name + "norm.weight"),
@@ -272,7 +272,7 @@ class Writer:
         at = g.layer_types.count("gdn") + index
         kept = (g.ple_conv - 1) * g.ngram_size
         p.op("conv_silu", p.step, self.n.array, self.n.ld, w.conv(name + "conv1d.weight"),
-             StateCell(lambda state: state.rings[at].ctypes.data), state_spec(g).ring_rows(kept), self.s.array,
+             StateCell(lambda state: state.rings[at].ctypes.data), self.spec.ring_rows(kept), self.s.array,
              self.s.ld, g.width, g.ple_conv, g.ngram_size, self.m.array, self.m.ld)
 
     # ---- final mixer and lm_head, for the wanted rows only

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from coli.kernels.packing import aligned_bytes
 from coli.program.cache import Kernels
 
 # The same numbers as in kernels/threads.py, which must not be imported here: it needs Numba
@@ -24,6 +25,7 @@ ROW_CELLS, ARGS = 24, 22
 BARRIER, MAY_CUT = 1, 2
 STEP_ROWS, STEP_POS, STEP_FIRST, STEP_UNDO = 0, 1, 2, 3
 MAX_TILE_ROWS = 6
+TEAM_KERNELS = ("worker", "publish", "lead")  # what plays a program (coli/program/cpu.py)
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,7 @@ class Rows:
 
 def aligned(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
     """Zeroed array whose first element lies on a 64-byte boundary."""
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+    return aligned_bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 
 
 def row_pointers(array: np.ndarray) -> np.ndarray:
@@ -117,7 +116,7 @@ class Program:
         """Make the kernels ready and write the table."""
         self._check_cuts()
         self._kept.append(kernels)  # the code lives as long as they do
-        names = {name for name, _, _ in self._ops} | {"worker", "publish", "lead"}  # what plays it, in the same go
+        names = {name for name, _, _ in self._ops} .union(TEAM_KERNELS)  # what plays it, in the same go
         names.update(*(kernels.tiles(kind) for kind in self._tiles))
         kernels.load(names)
         for kind, addresses in self._tiles.items():

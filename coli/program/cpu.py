@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import psutil
 
-from coli.program.builder import Program, aligned
+from coli.program.builder import TEAM_KERNELS, Program, aligned
 from coli.program.cache import Kernels
 
 # cells of the control block (kernels/threads.py; tests/program/test_team.py compares them)
@@ -22,7 +22,6 @@ MAX_THREADS = 256
 # Pauses (10 to 40 ns each) before a waiting thread yields: at a barrier longer than two threads' shares of an op
 # differ, between steps longer than the host takes to pick a token and start the next.
 _BARRIER_SPINS, _BETWEEN_STEPS_SPINS = 8_000, 40_000
-TEAM_KERNELS = ("worker", "publish", "lead")
 _ENTRY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 

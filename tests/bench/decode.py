@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from coli import memory
 from coli.engine import Engine
@@ -56,7 +57,7 @@ def run(
 ) -> dict:
     if not (folder / "config.json").exists():
         write_real_geometry(folder, layers=layers)
-    before = memory.rss()
+    before = psutil.Process().memory_info().rss
     flags = {"model": str(folder), "threads": threads, "ctx": 512, "prefill_chunk": 16, "trunk_int8": trunk_int8}
     with Engine.open(load(flags, {})[0]) as engine:
         everything_resident(engine)
@@ -73,7 +74,7 @@ def run(
             "steps_per_s": round(rate, 2), "step_gb": round(moved / 1e9, 3),
             "gb_per_s": round(moved * rate / 1e9, 2), "ceiling_gb_per_s": round(ceiling / 1e9, 2),
             "of_ceiling": round(moved * rate / ceiling, 3), "misses": engine.store.misses,
-            "rss_gb": round((memory.rss() - before) / 1e9, 2),
+            "rss_gb": round((psutil.Process().memory_info().rss - before) / 1e9, 2),
             "plan_gb": round((engine.terms.total - memory.PROCESS + engine.store.nbytes + pool.nbytes) / 1e9, 2),
         }
         if rival:
