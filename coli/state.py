@@ -2,29 +2,27 @@
 
     K, V          [attention layers][kv heads][ctx][d]   rewound by `length`: rows past it are a stale tail
     raw, pooled   [attention layers][ctx | ctx/ratio][d]  index keys, rewound by `length` too
-    S             [GDN layers][value heads][dv/64][dk][64] cannot be rewound: see below
+    S             [GDN layers][value heads][dv/64][dk][64] cannot be rewound: coli/recurrent.py
     rings         conv inputs of GDN and PLE layers, addressed by position modulo their length; long enough that a
                   rejected row never overwrites one that a standing row still needs
     tokens        ids of all rows; the n-gram window is read from here
 
-`keep(n)` after an undoable forward leaves exactly what n of its rows would have left. For S the *slots* variant: row
-r of an undoable forward writes the state behind it to slot r, the last row to the live state (no extra copy is made,
-kernels/deltanet.py); keeping n < rows swaps the live state with slot n-1: pointers change, nothing is recomputed.
-Slots are allocated the first time a verify that deep runs; `reserve` either gives all it was asked for or leaves
-everything as it was. Guarded by tests/models/test_undo.py.
+`keep(n)` after an undoable forward leaves exactly what n of its rows would have left; what does that for S, by slots or
+by a log, is in coli/recurrent.py. Guarded by tests/models/test_undo.py.
 
 Which arrays a model needs is in `StateSpec`; this module knows no model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from coli.errors import UsageError
-
-MAX_UNDOABLE = 8
+from coli.recurrent import MAX_UNDOABLE, Log, Recurrent, Slots
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class StateSpec:
     recurrent_layers: int
     recurrent_width: int  # of S, one layer
     rings: tuple[tuple[int, int], ...]  # (rows kept, width) of each ring
+    log_width: int = 0  # of what a row adds to S, one layer: its delta, k and decay
 
     def ring_rows(self, kept: int) -> int:
         return kept + MAX_UNDOABLE
@@ -51,6 +50,20 @@ class StateSpec:
     def recurrent_bytes(self) -> int:
         """S of all layers: the live state, and each undo slot."""
         return 4 * self.recurrent_layers * self.recurrent_width
+
+    def log_row_bytes(self) -> int:
+        """Distance between two rows of a layer's log: whole cache lines."""
+        return -(-4 * self.log_width // 64) * 64
+
+    def log_layer_bytes(self) -> int:
+        """One layer's rows in one half of the log; the first row of a verify needs no place in it."""
+        return (MAX_UNDOABLE - 1) * self.log_row_bytes()
+
+    def undo_bytes(self, undo: str, rows: int) -> int:
+        """What taking back up to `rows` rows needs beside the state."""
+        if undo == "slots":
+            return rows * self.recurrent_bytes()
+        return 2 * self.recurrent_layers * self.log_layer_bytes() if rows else 0
 
     def ring_bytes(self) -> int:
         return sum(4 * self.ring_rows(kept) * width for kept, width in self.rings)
@@ -70,10 +83,23 @@ class Snapshot:
         return self.tokens.nbytes + self.recurrent.nbytes + sum(ring.nbytes for ring in self.rings)
 
 
-class State:
-    """The state of one sequence of at most `ctx` tokens."""
+def _recurrent(spec: StateSpec, undo: str, settle: Callable[[Any], None] | None) -> Recurrent:
+    floats = spec.recurrent_layers * spec.recurrent_width
+    if undo not in ("slots", "log") or (undo == "log" and floats and not (settle and spec.log_width)):
+        raise ValueError(f"undo={undo!r}: it is slots, or log, which needs `settle` and `log_width`")
+    if undo == "slots" or settle is None:  # nothing recurrent: nothing to log
+        return Slots(floats)
+    return Log(floats, spec.recurrent_layers * spec.log_layer_bytes() // 4, settle)
 
-    def __init__(self, spec: StateSpec, ctx: int) -> None:
+
+class State:
+    """The state of one sequence of at most `ctx` tokens.
+
+    `undo`: how S's rows are taken back, "slots" or "log"; a log needs `settle` (coli/recurrent.py)."""
+
+    def __init__(
+        self, spec: StateSpec, ctx: int, *, undo: str = "slots", settle: Callable[[Any], None] | None = None
+    ) -> None:
         self.spec, self.ctx = spec, ctx
         self.length = 0
         self.tokens = np.zeros(ctx, np.int64)
@@ -83,38 +109,19 @@ class State:
         self.raw = np.zeros((spec.attention_layers, ctx, spec.index_dim), np.float32)
         self.pooled = np.zeros((spec.attention_layers, ctx // spec.index_ratio + 1, spec.index_dim), np.float32)
         self.rings = [np.zeros((spec.ring_rows(kept), width), np.float32) for kept, width in spec.rings]
-        self.live = self._recurrent()
-        self.slots: list[np.ndarray] = []
-        # what the DeltaNet kernel reads: addresses of the live state and of each slot
-        self.cells = np.zeros(1 + MAX_UNDOABLE, np.int64)
-        self._point()
+        self.recurrent = _recurrent(spec, undo, settle)
+        self.cells = self.recurrent.cells  # what the DeltaNet kernel reads
         self._undo: tuple[int, int] | None = None  # (length before the last forward, its rows) while keep() may act
-
-    def _recurrent(self) -> np.ndarray:
-        return np.zeros(self.spec.recurrent_layers * self.spec.recurrent_width, np.float32)
-
-    def _point(self) -> None:
-        self.cells[0] = self.live.ctypes.data
-        for i, slot in enumerate(self.slots):
-            self.cells[1 + i] = slot.ctypes.data
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated (address space; untouched pages cost no memory)."""
-        arrays = [self.k, self.v, self.raw, self.pooled, self.live, *self.rings, *self.slots]
-        return self.tokens.nbytes + sum(array.nbytes for array in arrays)
+        arrays: list[np.ndarray] = [self.tokens, self.k, self.v, self.raw, self.pooled, *self.rings]
+        return self.recurrent.nbytes + sum(array.nbytes for array in arrays)
 
-    def reserve(self, slots: int) -> bool:
-        """Have at least `slots` undo slots; False, and nothing changed, when memory does not allow it."""
-        fresh: list[np.ndarray] = []
-        try:
-            while len(self.slots) + len(fresh) < slots:
-                fresh.append(self._recurrent())
-        except MemoryError:
-            return False
-        self.slots += fresh
-        self._point()
-        return True
+    def reserve(self, rows: int) -> bool:
+        """Be ready to take back `rows` rows; False, and nothing changed, when memory does not allow it."""
+        return self.recurrent.reserve(rows)
 
     def check_room(self, rows: int) -> None:
         if self.length + rows > self.ctx:
@@ -126,6 +133,7 @@ class State:
         """Account for rows a forward has just run."""
         rows = len(tokens)
         self._undo = (self.length, rows) if undoable else None
+        self.recurrent.ran(rows, undoable)
         self.tokens[self.length : self.length + rows] = tokens
         self.length += rows
 
@@ -136,15 +144,21 @@ class State:
         before, count = self._undo
         if not 1 <= rows <= count:
             raise ValueError(f"keep({rows}) of {count} rows")
-        if rows < count:
-            self.live, self.slots[rows - 1] = self.slots[rows - 1], self.live
-            self._point()
+        self.recurrent.keep(rows, count)
         self.length, self._undo = before + rows, None
+
+    def rewind(self, length: int) -> None:
+        """Forget the rows from `length` on: only of a state that is all attention, where a length says everything."""
+        if self.spec.recurrent_layers or self.spec.rings:
+            raise ValueError("rewind() is for a state without recurrent layers and rings: use keep()")
+        if not 0 <= length <= self.length:
+            raise ValueError(f"rewind({length}) of a sequence of {self.length}")
+        self.length, self._undo = length, None
 
     def reset(self) -> None:
         """Back to an empty sequence."""
         self.length, self._undo = 0, None
-        self.live[:] = 0
+        self.recurrent.load(0.0)
 
     def _ring_index(self, which: int) -> np.ndarray:
         kept = self.spec.rings[which][0]
@@ -156,13 +170,13 @@ class State:
             rows = ring[self._ring_index(i)].copy()
             rows[: max(0, len(rows) - self.length)] = 0  # positions before the first token
             rings.append(rows)
-        return Snapshot(self.length, self.tokens[: self.length].copy(), self.live.copy(), tuple(rings))
+        return Snapshot(self.length, self.tokens[: self.length].copy(), self.recurrent.copy(), tuple(rings))
 
     def load(self, snapshot: Snapshot) -> None:
         """Return to a snapshot of this sequence whose K/V rows are still in place."""
         self.length, self._undo = snapshot.length, None
         self.tokens[: self.length] = snapshot.tokens
-        self.live[:] = snapshot.recurrent
+        self.recurrent.load(snapshot.recurrent)
         for i, (ring, rows) in enumerate(zip(self.rings, snapshot.rings, strict=True)):
             ring[self._ring_index(i)] = rows
 

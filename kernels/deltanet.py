@@ -9,6 +9,12 @@ with delta = beta * (v - decay * kv). Decode is bound by reading and writing the
 All rows of a call run on one block before the next, which is also the prefill form. A row's arithmetic never depends
 on where the state before it lies, so calls of any size and undoable ones give the same bytes
 (tests/kernels/test_deltanet.py).
+
+Undoable rows (coli/recurrent.py has the reasons and the layout of the cells). The first row always stands and works in
+place. *Slots*: the state behind each later row goes to a slot, behind the last one to the live state. *Log*: later
+rows run on a copy of the block in the thread's scratch, and what they would have added (k, delta, decay: 1/90 of the
+state) is written to a log; the next call, of whatever kind, first adds the rows that stood. Reading and writing
+S once is then all the memory traffic, however many rows.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import math
 import numpy as np
 from numba import njit
 
-from coli.kernels.abi import af, ai, in_row, ld1_i64, pos, rows, share, undoable
+from coli.kernels.abi import af, ai, in_row, ld1_f32, ld1_i64, pos, rows, share, st1_f32, undoable
 from coli.kernels.norm import dot, inverse_rms
 from coli.kernels.simd import (
     add,
@@ -139,8 +145,9 @@ def gdn_prep(p, tid, nt):
 
 # ---- the recurrence --------------------------------------------------------------------------------------------
 @njit(inline="always")
-def _row64(src, dst, q, k, v, out, dk, decay, beta, ahead):
-    """One row on a [dk][64] block: src -> dst; `ahead` bytes from src the next block is fetched (0: no)."""
+def _row64(src, dst, q, k, v, out, delta, dk, decay, beta, ahead):
+    """One row on a [dk][64] block: src -> dst; delta is written down where `delta` is not 0; `ahead` bytes from src the
+    next block is fetched (0: no)."""
     a0, a1, a2, a3 = zero_f(), zero_f(), zero_f(), zero_f()
     b0, b1, b2, b3 = zero_f(), zero_f(), zero_f(), zero_f()
     for i in range(0, dk - 1, 2):  # two chains for each vector: even and odd rows
@@ -157,6 +164,11 @@ def _row64(src, dst, q, k, v, out, dk, decay, beta, ahead):
     d1 = mul(sub(ld_f32(v + 64), mul(add(a1, b1), decay)), beta)
     d2 = mul(sub(ld_f32(v + 128), mul(add(a2, b2), decay)), beta)
     d3 = mul(sub(ld_f32(v + 192), mul(add(a3, b3), decay)), beta)
+    if delta:
+        st_f32(delta, d0)
+        st_f32(delta + 64, d1)
+        st_f32(delta + 128, d2)
+        st_f32(delta + 192, d3)
     o0, o1, o2, o3 = zero_f(), zero_f(), zero_f(), zero_f()
     for i in range(dk):
         e, f, s, t = splat_at(k + 4 * i), splat_at(q + 4 * i), src + 256 * i, dst + 256 * i
@@ -179,7 +191,7 @@ def _row64(src, dst, q, k, v, out, dk, decay, beta, ahead):
 
 
 @njit(inline="always")
-def _row16(src, dst, q, k, v, out, dk, decay, beta, ahead):
+def _row16(src, dst, q, k, v, out, delta, dk, decay, beta, ahead):
     """The same on a [dk][16] block."""
     a, b = zero_f(), zero_f()
     for i in range(0, dk - 1, 2):
@@ -187,48 +199,94 @@ def _row16(src, dst, q, k, v, out, dk, decay, beta, ahead):
         b = fma(ld_f32(src + 64 * i + 64), splat_at(k + 4 * i + 4), b)
     if dk % 2:
         a = fma(ld_f32(src + 64 * (dk - 1)), splat_at(k + 4 * (dk - 1)), a)
-    delta = mul(sub(ld_f32(v), mul(add(a, b), decay)), beta)
+    d = mul(sub(ld_f32(v), mul(add(a, b), decay)), beta)
+    if delta:
+        st_f32(delta, d)
     o = zero_f()
     for i in range(dk):
         if ahead:
             prefetch(src + 64 * i + ahead)
-        s = fma(splat_at(k + 4 * i), delta, mul(ld_f32(src + 64 * i), decay))
+        s = fma(splat_at(k + 4 * i), d, mul(ld_f32(src + 64 * i), decay))
         st_f32(dst + 64 * i, s)
         o = fma(s, splat_at(q + 4 * i), o)
     st_f32(out, o)
 
 
-def deltanet(p, tid, nt):
-    """0 step, 1 u (as gdn_prep leaves it), 2 ldu, 3 decay [R][hv], 4 beta [R][hv], 5 cells int64 [live, slot 0, ..],
-    6 byte offset of this layer, 7 out [R][hv*dv], 8 ldo, 9 hk, 10 hv, 11 dk, 12 dv (% 16 == 0), 13 tiled (0: value
-    head h reads key head h // (hv/hk), 1: h % hk). Undoable: row r < R-1 leaves its state in slot r, the last row
-    in live, each read from where the row before left it. Otherwise all rows work on live."""
-    step, cells, layer = ai(p, 0), ai(p, 5), ai(p, 6)
+@njit(inline="always")
+def _stand(block, k, delta, dk, decay, vectors):
+    """What a row left on a [dk][16 * vectors] block, from the log: the same S = decay*S + k (x) delta."""
+    for i in range(dk):
+        e, s = splat_at(k + 4 * i), block + 64 * vectors * i
+        for j in range(0, 64 * vectors, 64):
+            st_f32(s + j, fma(e, ld_f32(delta + j), mul(ld_f32(s + j), decay)))
+
+
+@njit(inline="always")
+def _log_keys(p, log, row_bytes, tid, nt):
+    """Write k and decay of the rows behind the first to the log, each thread its share."""
     hk, hv, dk, dv = ai(p, 9), ai(p, 10), ai(p, 11), ai(p, 12)
-    count, slots = rows(step), undoable(step) != 0
+    for r in range(1, rows(ai(p, 0))):
+        row, u = log + (r - 1) * row_bytes, ai(p, 1) + 4 * r * ai(p, 2)
+        b0, b1 = share((hk * dk + 15) // 16, tid, nt)
+        for b in range(b0, b1):
+            left = hk * dk - 16 * b
+            st_part(row + 4 * hv * dv + 64 * b, ld_part(u + 4 * hk * dk + 64 * b, left), left)
+        h0, h1 = share(hv, tid, nt)
+        for h in range(h0, h1):
+            st1_f32(row + 4 * (hv * dv + hk * dk + h), ld1_f32(ai(p, 3) + 4 * (r * hv + h)))
+
+
+def deltanet(p, tid, nt):
+    """0 step, 1 u (as gdn_prep leaves it), 2 ldu, 3 decay [R][hv], 4 beta [R][hv], 5 cells int64 (below), 6 byte offset
+    of this layer's S, 7 out [R][hv*dv], 8 ldo, 9 hk, 10 hv, 11 dk, 12 dv (% 16 == 0), 13 tiled (0: value head h reads
+    key head h // (hv/hk), 1: h % hk), 14 byte offset of this layer's log, 15 bytes of a log row [delta hv*dv | k hk*dk
+    | decay hv], 16 scratch, 17 bytes of it a thread: a block.
+    Cells: 0 live, 1 log to write (0: undo by slots), 2 log to read, 3 rows of it that stand, 4.. slots. What stands is
+    added to live first. Then undoable row r < R-1 leaves its state in slot r and the last one in live, each read from
+    where the row before left it; or, with a log, row 0 works on live and the others on scratch. Rows that need not
+    be undoable all work on live. A call of no rows only adds what stands."""
+    step, cells = ai(p, 0), ai(p, 5)
+    hk, hv, dk, dv = ai(p, 9), ai(p, 10), ai(p, 11), ai(p, 12)
+    count, undo = rows(step), undoable(step) != 0
+    log, old, standing = ld1_i64(cells + 8), ld1_i64(cells + 16) + ai(p, 14), ld1_i64(cells + 24)
+    logged = undo and log != 0
+    log += ai(p, 14)
+    row_bytes, scratch = ai(p, 15), ai(p, 16) + tid * ai(p, 17)
     wide = dv % 64 == 0
     width = 64 if wide else 16
-    blocks, nbytes, live = dv // width, 4 * dk * width, ld1_i64(cells) + layer
+    blocks, nbytes = dv // width, 4 * dk * width
+    if logged:
+        _log_keys(p, log, row_bytes, tid, nt)
     u0, u1 = share(hv * blocks, tid, nt)
     for unit in range(u0, u1):
         h = unit // blocks
         key = h % hk if ai(p, 13) else h // (hv // hk)
-        at = 4 * (2 * hk * dk + unit * width)
-        src = live + unit * nbytes
+        at = 4 * unit * width
+        live = ld1_i64(cells) + ai(p, 6) + unit * nbytes
+        for r in range(standing):
+            row = old + r * row_bytes
+            k, decay = row + 4 * (hv * dv + key * dk), splat_at(row + 4 * (hv * dv + hk * dk + h))
+            if wide:
+                _stand(live, k, row + at, dk, decay, 4)
+            else:
+                _stand(live, k, row + at, dk, decay, 1)
+        src = live
         for r in range(count):
             last = r == count - 1
-            dst = live + unit * nbytes
-            if slots and not last:
-                dst = ld1_i64(cells + 8 * (1 + r)) + layer + unit * nbytes
+            dst, delta = live, 0
+            if logged and r > 0:
+                dst, delta = scratch, log + (r - 1) * row_bytes + at
+            elif undo and not logged and not last:
+                dst = ld1_i64(cells + 8 * (4 + r)) + ai(p, 6) + unit * nbytes
             u = ai(p, 1) + 4 * r * ai(p, 2)
-            q, k, v = u + 4 * key * dk, u + 4 * (hk + key) * dk, u + at
-            out = ai(p, 7) + 4 * (r * ai(p, 8) + unit * width)
+            q, k, v = u + 4 * key * dk, u + 4 * (hk + key) * dk, u + 8 * hk * dk + at
+            out = ai(p, 7) + 4 * r * ai(p, 8) + at
             decay, beta = splat_at(ai(p, 3) + 4 * (r * hv + h)), splat_at(ai(p, 4) + 4 * (r * hv + h))
-            ahead = nbytes + (live + unit * nbytes - src) if last else 0
+            ahead = nbytes + live - src if last else 0
             if wide:
-                _row64(src, dst, q, k, v, out, dk, decay, beta, ahead)
+                _row64(src, dst, q, k, v, out, delta, dk, decay, beta, ahead)
             else:
-                _row16(src, dst, q, k, v, out, dk, decay, beta, ahead)
+                _row16(src, dst, q, k, v, out, delta, dk, decay, beta, ahead)
             src = dst
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from coli.kernels.deltanet import conv_silu, deltanet, gated_norm, gdn_prep
+from coli.kernels.packing import block_width
 from coli.kernels.reference import (
     conv_silu_numpy,
     deltanet_numpy,
@@ -133,12 +134,13 @@ def test_gated_norm(heads: int, dv: int, gate: str) -> None:
 # ---- the recurrence --------------------------------------------------------------------------------------------
 SHAPES = [(2, 4, 64, 64), (1, 3, 17, 16), (3, 6, 10, 48), (2, 4, 33, 128), (1, 2, 1, 64), (2, 6, 128, 128)]
 SLOTS, LAYERS = 20, 2  # slots beside the live state; layers in each, of which the second is used
+LOGGED = 7  # rows of a log: the first of 8 needs no place
 
 
 class Model:
-    """Random inputs of `count` rows, and a state with its slots."""
+    """Random inputs of `count` rows, and a state with its slots, or with a log."""
 
-    def __init__(self, shape: tuple[int, int, int, int], count: int = SLOTS, *, tiled: bool = False) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], count: int = SLOTS, *, tiled=False, log=False) -> None:
         self.hk, self.hv, self.dk, self.dv = shape
         width = 2 * self.hk * self.dk + self.hv * self.dv
         u, a, b = normal(1, count, width), normal(2, count, self.hv), normal(3, count, self.hv)
@@ -147,20 +149,44 @@ class Model:
         self.initial, self.tiled = normal(4, self.hv, self.dk, self.dv), tiled
         self.cells = np.full((1 + SLOTS, LAYERS, self.initial.size), GUARD, np.float32)
         self.live[:] = pack_state(self.initial).ravel()
+        self.log_width = self.hv * self.dv + self.hk * self.dk + self.hv
+        row = -(-self.log_width // 16) * 16 + 16  # the last lanes are nobody's
+        self.write, self.read = np.full((2, LAYERS, LOGGED, row), GUARD, np.float32)
+        self.log, self.standing = log, 0
 
     @property
     def live(self) -> np.ndarray:
         return self.cells[0, 1]
 
     def run(self, part: slice, *, undoable: int = 0, nt: int = 1) -> np.ndarray:
-        bases = np.array([address(cell) for cell in self.cells])
+        logs = (address(self.write), address(self.read)) if self.log else (0, 0)
+        cells = np.array([address(self.cells[0]), *logs, self.standing, *map(address, self.cells[1:])])
         u, out = guarded(self.u[part]), guarded(np.zeros((len(self.u[part]), self.hv * self.dv)), 16)
         gates = self.decay[part].copy(), self.beta[part].copy()
-        where = (bases, 4 * self.initial.size, out, out.shape[1])
+        scratch = np.full((nt, block_width(self.dv) * self.dk + 16), GUARD, np.float32)
+        where = (cells, 4 * self.initial.size, out, out.shape[1])
         shape = (self.hk, self.hv, self.dk, self.dv, int(self.tiled))
-        call(deltanet, step(len(u), undoable=undoable), u, u.shape[1], *gates, *where, *shape, nt=nt)
-        assert np.all(self.cells[:, 0] == GUARD), "wrote into another layer"
+        log = (self.write[0].nbytes, self.write[0, 0].nbytes, scratch, scratch[0].nbytes)
+        read = self.read.copy()
+        call(deltanet, step(len(u), undoable=undoable), u, u.shape[1], *gates, *where, *shape, *log, nt=nt)
+        assert np.all(self.cells[:, 0] == GUARD) and np.all(self.write[0] == GUARD), "wrote into another layer"
+        assert np.all(self.write[..., self.log_width :] == GUARD) and np.all(scratch[:, -16:] == GUARD)
+        assert same_bits(self.read, read), "what is read is not written"
+        self.standing = 0
+        if self.log and undoable and len(u) > 1:
+            self.write, self.read, self.standing = self.read, self.write, len(u) - 1
         return inner(out, self.hv * self.dv)
+
+
+def one_by_one(shape: tuple[int, int, int, int], **options) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Outputs [20, hv*dv], and the state before the first row and behind each."""
+    model = Model(shape, **options)
+    outs, states = [], [model.live.copy()]
+    for r in range(SLOTS):
+        outs.append(model.run(slice(r, r + 1)))
+        states.append(model.live.copy())
+    assert np.all(model.cells[1:] == GUARD), "calls that need no undo use no slot"
+    return np.concatenate(outs), states
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -177,21 +203,15 @@ def test_deltanet_against_numpy(shape: tuple[int, int, int, int], tiled: bool) -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_calls_of_any_size_give_the_same_bytes(shape: tuple[int, int, int, int]) -> None:
     """Outputs and states: row by row, in random calls, in place or undoable, on 1..3 threads."""
-    one = Model(shape)
-    outs, states = [], []
-    for r in range(SLOTS):
-        outs.append(one.run(slice(r, r + 1)))
-        states.append(one.live.copy())
-    outs = np.concatenate(outs)
-    assert np.all(one.cells[1:] == GUARD), "calls that need no undo use no slot"
+    outs, states = one_by_one(shape)
     for seed in range(4):
         for undoable in (0, 1):
             model = Model(shape)
             for part in calls(SLOTS, seed):
                 assert same_bits(model.run(part, undoable=undoable, nt=1 + seed % 3), outs[part])
-                assert same_bits(model.live, states[part.stop - 1])
+                assert same_bits(model.live, states[part.stop])
                 for r in range(part.start, part.stop - 1) if undoable else ():
-                    assert same_bits(model.cells[1 + r - part.start, 1], states[r]), "the state behind a row"
+                    assert same_bits(model.cells[1 + r - part.start, 1], states[r + 1]), "the state behind a row"
 
 
 def test_undoable_rows_use_no_slot_for_the_last_row() -> None:
@@ -209,3 +229,41 @@ def test_going_on_from_a_slot_equals_never_having_seen_the_rest() -> None:
         model.live[:] = model.cells[keep, 1]
         assert same_bits(model.run(slice(keep, 12)), outs[keep:12])
         assert same_bits(model.live, straight.live)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("nt", [1, 2, 3])
+def test_a_log_equals_one_by_one(shape: tuple[int, int, int, int], nt: int) -> None:
+    """R rows of which m stand, then a call of any kind: outputs and states, bit for bit."""
+    tiled = nt == 2
+    outs, states = one_by_one(shape, tiled=tiled)
+    for rows in range(1, 9):
+        for kept in range(1, rows + 1):
+            for more, undoable in ((0, 0), (1, 0), (1, 1), (3, 1), (8, 1), (12, 0)):
+                model = Model(shape, log=True, tiled=tiled)
+                assert same_bits(model.run(slice(0, rows), undoable=1, nt=nt), outs[:rows])
+                assert same_bits(model.live, states[1]), "the first row always stands, the others wait"
+                model.standing = kept - 1
+                part = slice(kept, kept + more)
+                assert same_bits(model.run(part, undoable=undoable, nt=nt), outs[part])
+                assert same_bits(model.live, states[kept + (1 if more and undoable else more)])
+                assert np.all(model.cells[1:] == GUARD), "a log needs no slot"
+                model.run(slice(0, 0), nt=nt)
+                assert same_bits(model.live, states[kept + more]), "what stood, added by a call of no rows"
+
+
+def test_random_verifies_with_a_log() -> None:
+    shape = SHAPES[1]
+    outs, states = one_by_one(shape)
+    for seed in range(20):
+        rng, model, at = np.random.default_rng(seed), Model(shape, log=True), 0
+        while at < SLOTS:
+            part = slice(at, min(at + int(rng.integers(1, 9)), SLOTS))
+            undoable = int(rng.integers(0, 4) > 0)
+            assert same_bits(model.run(part, undoable=undoable, nt=1 + seed % 3), outs[part])
+            at = part.stop
+            if undoable:
+                at = part.start + int(rng.integers(1, part.stop - part.start + 1))
+                model.standing = at - part.start - 1
+        model.run(slice(0, 0))
+        assert same_bits(model.live, states[-1])
