@@ -88,9 +88,14 @@ def expert_record(kind: str, geometry: Geometry, block: tuple[int, int] = (0, 0)
     return ExpertRecord(kind, gate, up, down, gate_scale, up_scale, down_scale, end, block)
 
 
-def stored_kind(checkpoint: Checkpoint, geometry: Geometry) -> tuple[str, tuple[int, int]]:
-    """(kind, FP8 block or (0, 0)) of a checkpoint's routed experts."""
-    prefix = "layers.0.mlp.experts."
+def trunk_layers(geometry: Geometry) -> tuple[str, ...]:
+    """Name prefixes of the trunk's layers."""
+    return tuple(f"layers.{layer}." for layer in range(geometry.layers))
+
+
+def stored_kind(checkpoint: Checkpoint, geometry: Geometry, layer: str = "layers.0.") -> tuple[str, tuple[int, int]]:
+    """(kind, FP8 block or (0, 0)) of the routed experts of the layer with this name prefix."""
+    prefix = f"{layer}mlp.experts."
     fused = f"{prefix}gate_up_proj" in checkpoint
     dtype = checkpoint[f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"].dtype
     if dtype not in KINDS:
@@ -105,29 +110,33 @@ def stored_kind(checkpoint: Checkpoint, geometry: Geometry) -> tuple[str, tuple[
 class ExpertStore:
     """The expert cache of one open checkpoint, which must have passed `check`. For one caller at a time.
 
-    `table`, `stamp`: int64 [layers, experts], see the module. `hits`, `misses`: experts; `bytes_read`: file bytes.
+    `layers`: name prefixes of the layers it serves, the trunk's by default. `table`, `stamp`: int64 [layers, experts],
+    see the module. `hits`, `misses`: experts; `bytes_read`: file bytes.
     """
 
-    def __init__(self, checkpoint: Checkpoint, geometry: Geometry, cap: int, threads: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, geometry: Geometry, cap: int, threads: int, layers: Sequence[str] | None = None
+    ) -> None:
         if not 1 <= cap <= geometry.experts:
             raise UsageError(f"{cap} expert slots a layer, the model has {geometry.experts} experts", "--cap",
                              f"give 1 to {geometry.experts}")  # fmt: skip
         self.geometry, self.cap = geometry, cap
-        kind, block = stored_kind(checkpoint, geometry)
+        self.layers = trunk_layers(geometry) if layers is None else tuple(layers)
+        kind, block = stored_kind(checkpoint, geometry, self.layers[0])
         self.record = expert_record(kind, geometry, block)
-        self.table = np.zeros((geometry.layers, geometry.experts), np.int64)
-        self.stamp = np.zeros((geometry.layers, geometry.experts), np.int64)
+        self.table = np.zeros((len(self.layers), geometry.experts), np.int64)
+        self.stamp = np.zeros((len(self.layers), geometry.experts), np.int64)
         self.hits = self.misses = self.bytes_read = 0
         self._checkpoint = checkpoint
         self._pool = ReadPool(threads, "experts")
-        self._slots: list[dict[int, int]] = [{} for _ in range(geometry.layers)]
-        self._free = [list(range(cap))[::-1] for _ in range(geometry.layers)]
-        self._arenas = [_arena(cap * self.record.nbytes) for _ in range(geometry.layers)]
+        self._slots: list[dict[int, int]] = [{} for _ in self.layers]
+        self._free = [list(range(cap))[::-1] for _ in self.layers]
+        self._arenas = [_arena(cap * self.record.nbytes) for _ in self.layers]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, filled or not."""
-        return self.geometry.layers * self.cap * self.record.nbytes
+        return len(self.layers) * self.cap * self.record.nbytes
 
     def resident(self, layer: int) -> set[int]:
         return set(self._slots[layer])
@@ -201,11 +210,11 @@ class ExpertStore:
         try:
             nbytes = self._fill(layer, miss, run)
         except OSError as failed:
-            error = read_error(failed, f"expert {miss.expert} of layer {layer}", run[0].tensor.path)
+            error = read_error(failed, self._name(layer, miss), run[0].tensor.path)
         except ColiError as failed:
             error = failed
         except Exception as failed:
-            error = ColiError(f"reading expert {miss.expert} of layer {layer} failed: {failed!r}", run[0].tensor.path)
+            error = ColiError(f"reading {self._name(layer, miss)} failed: {failed!r}", run[0].tensor.path)
         finally:
             done.put((miss, error, nbytes))
 
@@ -227,13 +236,18 @@ class ExpertStore:
                 bad = not np.isfinite(scale).all()
                 slot[part.at : part.at + 4 * scale.size].view(np.float32)[:] = scale
             if bad:
-                raise ModelError(f"expert {miss.expert} of layer {layer} has NaN or infinity in {part.tensor.name}",
+                raise ModelError(f"{self._name(layer, miss)} has NaN or infinity in {part.tensor.name}",
                                  part.tensor.path, "the file is damaged: download it again")  # fmt: skip
         return nbytes
 
+    def _name(self, layer: int, miss: _Miss) -> str:
+        name = self.layers[layer]
+        where = "the draft head" if name.startswith("mtp.") else name.rstrip(".").replace("layers.", "layer ")
+        return f"expert {miss.expert} of {where}"
+
     def _parts(self, layer: int, expert: int) -> list[_Part]:
         """Where the parts of an expert lie and where they go."""
-        prefix, record, tensors = f"layers.{layer}.mlp.experts.", self.record, self._checkpoint.tensors
+        prefix, record, tensors = f"{self.layers[layer]}mlp.experts.", self.record, self._checkpoint.tensors
         fused = tensors.get(f"{prefix}gate_up_proj")
         parts = []
         for suffix, scale in (("", False), (SCALE, True)) if record.kind == "fp8" else (("", False),):

@@ -29,16 +29,18 @@ class Terms:
     kv: int  # K, V, index keys of the whole context
     recurrent: int  # DeltaNet states and conv rings
     workspace: int  # activations of a prefill chunk
+    undo: int  # what the deepest verify needs to be undone
+    head: int  # the draft head: weights, context, workspace, and experts where their number is fixed
 
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def terms(spec: StateSpec, *, dense: int, ctx: int, workspace: int) -> Terms:
+def terms(spec: StateSpec, *, dense: int, ctx: int, workspace: int, undo: int = 0, head: int = 0) -> Terms:
     return Terms(
         process=PROCESS, dense=dense, kv=ctx * spec.kv_bytes_per_token(),
-        recurrent=spec.recurrent_bytes() + spec.ring_bytes(), workspace=workspace,
+        recurrent=spec.recurrent_bytes() + spec.ring_bytes(), workspace=workspace, undo=undo, head=head,
     )
 
 
@@ -59,17 +61,19 @@ def default_budget() -> int:
     return int(_SHARE * available())
 
 
-def choose_cap(budget: int, needs: Terms, *, layers: int, experts: int, slot_bytes: int) -> int:
-    """Expert slots a layer that the budget holds, at most all. Raises DoesNotFit below one."""
-    cap = (budget - needs.total) // (layers * slot_bytes)
+def choose_cap(budget: int, needs: Terms, *, experts: int, each: int) -> int:
+    """Expert slots a layer that the budget holds, at most all; `each`: bytes of one slot in every layer. Raises
+    DoesNotFit below one."""
+    cap = (budget - needs.total) // each
     if cap < 1:
-        floor = needs.total + layers * slot_bytes
+        floor = needs.total + each
+        rest = needs.process + needs.recurrent + needs.workspace + needs.undo
         raise DoesNotFit(
             f"the budget is {budget / 1e9:.2f} GB, this model needs at least {floor / 1e9:.2f} GB "
-            f"({needs.dense / 1e9:.2f} weights, {needs.kv / 1e9:.2f} context, {layers * slot_bytes / 1e9:.2f} for one "
-            f"expert a layer, {(needs.process + needs.recurrent + needs.workspace) / 1e9:.2f} the rest)",
+            f"({needs.dense / 1e9:.2f} weights, {needs.kv / 1e9:.2f} context, {each / 1e9:.2f} for one expert a layer, "
+            f"{needs.head / 1e9:.2f} draft head, {rest / 1e9:.2f} the rest)",
             "--ram", f"give --ram {floor / 1e9 + 0.005:.2f} or a smaller --ctx",
-        )
+        )  # fmt: skip
     return min(experts, cap)
 
 

@@ -2,8 +2,9 @@
 
 Idea: a PLE layer adds, for every token, `heads` short rows of a huge table (Qwen3.8: 16 rows of 160 out of 320 million,
 51 GB), chosen by hashes of the last n tokens. The table is never loaded. `NgramHash` computes row numbers for a whole
-chunk in NumPy; `NgramTable.start` hands their reads to background threads as soon as the tokens are known, `wait`
-collects them as float32 where the layer needs them.
+chunk in NumPy, for a few tokens in plain Python; `NgramTable.start` hands their reads to background threads as soon as
+the tokens are known, `wait` collects them as float32 where the layer needs them. A small model's table is kept in
+memory instead: handing a job to a thread and back costs more than all its rows.
 Hash (model_spec.md 5b): window w_0 (the token), w_1, ... back in time; from the first predecessor that is missing or
 equals eos on, every older entry becomes eos. mix_g = w_0 M_0 xor ... xor w_{g-1} M_{g-1}; a head of the g-grams reads
 row mix_g mod P + offset, P successive primes over all heads and PLE layers, M odd multipliers from splitmix64.
@@ -33,6 +34,8 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # enough below 3.3e24 (https://oeis.org/A014233)
 _ROWS_A_JOB = 8
+_FEW = 6  # tokens that plain Python hashes faster than NumPy
+KEPT = 1 << 22  # bytes of float32 up to which a table is kept: too little for the memory plan to list
 
 
 def splitmix64(value: int) -> int:
@@ -102,6 +105,9 @@ class NgramHash:
         self.table_rows = -(-sum(sizes) // geometry.ngram_divisor) * geometry.ngram_divisor
         self._factors = self.multipliers.astype(np.uint64)
         self._moduli = self.sizes.astype(np.uint64).reshape(self.size - 1, self._per_gram)
+        pairs = list(zip(sizes, self.offsets.tolist(), strict=True))
+        self._plain = list(zip(factors[1:], zip(*[iter(pairs)] * self._per_gram, strict=True), strict=True))
+        self._first = factors[0]
 
     def empty_history(self) -> np.ndarray:
         """The int64 [ngram_size - 1] history before a first token: a missing token counts as eos."""
@@ -110,9 +116,11 @@ class NgramHash:
     def rows(self, window: np.ndarray) -> np.ndarray:
         """int64 [T, heads] row numbers of the last T tokens of `window`, an int array [ngram_size - 1 + T] that starts
         with the ngram_size - 1 tokens before them (`empty_history` at the start of a text)."""
-        window = np.asarray(window).astype(np.uint64)
         back = self.size - 1
         count = len(window) - back
+        if count <= _FEW:
+            return np.array(self._few(np.asarray(window).tolist()), np.int64).reshape(count, self.heads)
+        window = np.asarray(window).astype(np.uint64)
         mix = window[back:] * self._factors[0]
         cut = np.zeros(count, bool)
         eos = np.uint64(self.eos)
@@ -123,6 +131,16 @@ class NgramHash:
             mix ^= np.where(cut, eos, token) * self._factors[step]
             np.remainder(mix[:, None], self._moduli[step - 1], out=rows[:, step - 1])
         return rows.reshape(count, self.heads).view(np.int64) + self.offsets
+
+    def _few(self, window: list[int]) -> list[int]:
+        rows: list[int] = []
+        for at in range(self.size - 1, len(window)):
+            mix, cut = window[at] * self._first, False
+            for step, (factor, heads) in enumerate(self._plain, 1):
+                cut = cut or window[at - step] == self.eos
+                mix ^= (self.eos if cut else window[at - step]) * factor
+                rows += [mix % size + offset for size, offset in heads]
+        return rows
 
 
 def table_tensors(checkpoint: Checkpoint, layer: int) -> list[Tensor]:
@@ -156,7 +174,8 @@ class _Request:
 class NgramTable:
     """Rows of one PLE layer's table, read from the checkpoint when asked for.
 
-    One request is under way at a time; a `start` before `wait` drops the earlier one. `layer` is 0-based.
+    One request is under way at a time; a `start` before `wait` drops the earlier one. `layer` is 0-based. `kept`: the
+    whole table is in memory, `wait` never waits.
     """
 
     def __init__(self, checkpoint: Checkpoint, geometry: Geometry, layer: int, threads: int = 4) -> None:
@@ -172,6 +191,19 @@ class NgramTable:
         self._values = self._fp8_values() if self._dtype == "F8_E4M3" else None
         self._pool = ReadPool(threads, f"ngrams-{layer}")
         self._request: _Request | None = None
+        floats = sum(tensor.shape[0] for tensor in tensors) * self.dim
+        self._table = self._whole() if 4 * floats <= KEPT else None
+        self._asked: np.ndarray | None = None  # rows of a kept table
+
+    @property
+    def kept(self) -> bool:
+        return self._table is not None
+
+    def _whole(self) -> np.ndarray:
+        return np.concatenate([self._decode(self._checkpoint.load(tensor)) for tensor in self._tensors])
+
+    def _decode(self, stored: np.ndarray) -> np.ndarray:
+        return widen(stored, self._dtype) if self._values is None else self._values.take(stored.view(np.uint8))
 
     def _fp8_values(self) -> np.ndarray:
         """float32 [256]: every code times the table's scalar scale."""
@@ -180,6 +212,9 @@ class NgramTable:
 
     def start(self, rows: np.ndarray) -> None:
         """Begin reading int64 [T, heads] row numbers (as `NgramHash.rows` gives them) in the background."""
+        if self._table is not None:
+            self._asked = rows
+            return
         request = _Request(rows, self._row_bytes)
         count = request.rows.size
         step = max(_ROWS_A_JOB, -(-count // self._pool.threads))
@@ -209,6 +244,9 @@ class NgramTable:
 
     def wait(self) -> np.ndarray:
         """float32 [T, heads * dim] of the rows last started, in order. Raises ReadError."""
+        if self._table is not None and self._asked is not None:
+            rows, self._asked = self._asked, None
+            return self._table.take(rows, axis=0).reshape(len(rows), -1)
         request, self._request = self._request, None
         if request is None:
             raise RuntimeError("wait() without start()")
@@ -216,11 +254,7 @@ class NgramTable:
         for error in results:
             if error is not None:
                 raise error
-        if self._values is not None:
-            values = self._values.take(request.raw)
-        else:
-            values = widen(request.raw.view(self._storage), self._dtype)
-        return values.reshape(request.tokens, -1)
+        return self._decode(request.raw.view(self._storage)).reshape(request.tokens, -1)
 
     def close(self) -> None:
         """End the reading threads. The checkpoint stays open."""

@@ -71,6 +71,16 @@ def share(total, tid, nt):
     return total * tid // nt, total * (tid + 1) // nt
 
 
+@njit(inline="always")
+def block_end(ids, at, end):
+    """The first place behind `at` of a list (int64, up to `end`) whose id lies in another block of 16 weight rows."""
+    if at < end:
+        block = ld1_i64(ids + 8 * at) >> 4
+        while at < end and ld1_i64(ids + 8 * at) >> 4 == block:
+            at += 1
+    return at
+
+
 @intrinsic
 def load_acquire(typingctx, address):
     return types.int64(types.intp), lambda ctx, b, s, a: b.load_atomic(pointer(b, a[0], I64), "acquire", 8)

@@ -30,15 +30,28 @@ import numpy as np
 
 TILE_ROWS = (1, 2, 3, 4, 6)  # activation rows a tile exists for; 5 run in the tile for 6
 TILE_KINDS = ("f32", "f16", "bf16", "fp8", "int8", "int4", "int8f", "int4f")
+LISTED = "listed_"  # before a kind: its tile over the weight rows of a list, for one activation row
+LISTED_KINDS = tuple(LISTED + kind for kind in ("f32", "f16", "bf16", "fp8", "int8", "int8f"))
 PREPARED_KINDS = ("int8", "int4")  # their x rows go through `quantize`
 OFFSETS = {"int8": 128, "int4": 8}
 GRAIN = 16  # weight rows handed to a thread at a time, any kind: a block of N16, a cache line of y
+CHUNK = 1024  # scores that are searched and summed together (kernels/draft.py)
 GROUP = 64  # inputs that share an activation scale, and an int4 weight scale
 
 
 def tile_name(kind: str, rows: int) -> str:
     """Name of the tile in the compile cache."""
     return f"tile_{kind}_{rows}"
+
+
+def tile_rows(kind: str) -> tuple[int, ...]:
+    """Activation rows that tiles of this kind exist for."""
+    return (1,) if kind in LISTED_KINDS else TILE_ROWS
+
+
+def parts_of(scores: int) -> int:
+    """Floats that kernels/draft.py needs beside this many scores."""
+    return 2 * -(-scores // CHUNK)
 
 
 def groups_of(k: int) -> int:
@@ -68,6 +81,11 @@ class Packed:
     data: np.ndarray
     n: int
     k: int
+
+
+def block_width(dv: int) -> int:
+    """Features of v in one block of a DeltaNet layer's state (kernels/deltanet.py)."""
+    return 64 if dv % 64 == 0 else 16
 
 
 def aligned_bytes(size: int) -> np.ndarray:

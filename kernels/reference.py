@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from coli.kernels.packing import block_width
+
 Floats = NDArray[np.floating]
 Ints = NDArray[np.integer]
 
@@ -80,11 +82,6 @@ def gdn_prep_numpy(
     heads[:, 0] /= np.sqrt(dk)
     u[:, : 2 * width] = heads.reshape(len(u), -1)
     return u, np.exp(neg_exp_a * np.logaddexp(0, a + dt)), sigmoid(b)
-
-
-def block_width(dv: int) -> int:
-    """Features of v in one block of a layer's state."""
-    return 64 if dv % 64 == 0 else 16
 
 
 def pack_state(state: Floats) -> Floats:
@@ -195,3 +192,10 @@ def ple_gate_numpy(key: Floats, query: Floats, val: Floats, copies: int) -> Floa
     g = (key * query).reshape(len(val), copies, -1).sum(-1) / np.sqrt(val.shape[1])
     gate = sigmoid(np.sign(g) * np.sqrt(np.maximum(np.abs(g), 1e-6)))
     return (gate[:, :, None] * val[:, None, :]).reshape(key.shape)
+
+
+# ---- draft.py ----------------------------------------------------------------------------------------------------
+def draft_numpy(scores: Floats) -> tuple[int, float]:
+    """scores [n] -> (place of the best, 1 / sum of exp(s - best) over those within 20 of it)."""
+    below = scores.astype(np.float64) - scores.max()
+    return int(np.argmax(scores)), float(1 / np.exp(below[below >= -20]).sum())

@@ -300,6 +300,22 @@ def lane0(typingctx, v):
 
 
 @intrinsic
+def lane(typingctx, v, i):
+    """Lane i, 0..15, of v."""
+    return types.float32(VF, types.int64), lambda ctx, b, s, a: b.extract_element(a[0], a[1])
+
+
+@intrinsic
+def where_ge(typingctx, x, y, v):
+    """v in the lanes where x >= y, 0 in the others (a NaN is not)."""
+
+    def gen(ctx, b, s, a):
+        return b.select(b.fcmp_ordered(">=", a[0], a[1]), a[2], _const(_LF, 0.0))
+
+    return VF(VF, VF, VF), gen
+
+
+@intrinsic
 def _scale_by_power(typingctx, x, n):
     """x * 2**n for a whole-numbered n (given as float32) between -126 and 127."""
 
@@ -386,29 +402,47 @@ def field(typingctx, x, left, right):
     return VF(VB, types.int64, types.int64), gen
 
 
+def _hsums(b, v):
+    """hsum of four vectors in lanes 0, 4, 8 and 12: `hsum`'s own tree for each, the shuffles shared."""
+
+    def pair(x, y, part):  # of every `part` long piece the lower half plus the upper half, x's then y's
+        low = [i + j for i in range(0, 16, part) for j in range(part // 2)]
+        both = low + [16 + i for i in low]
+        index = ir.VectorType(I32, 16)
+        return b.fadd(
+            b.shuffle_vector(x, y, ir.Constant(index, both)),
+            b.shuffle_vector(x, y, ir.Constant(index, [i + part // 2 for i in both])),
+        )
+
+    out = pair(pair(v[0], v[1], 16), pair(v[2], v[3], 16), 8)  # 4 lanes each of v0, v1, v2, v3
+    for step in (2, 1):
+        out = b.fadd(out, _shuffle(b, out, [i ^ step for i in range(16)]))
+    return out
+
+
 @intrinsic
 def st_hsum4(typingctx, address, v0, v1, v2, v3):
-    """Store hsum(v0..v3), four floats, at `address`: the same trees as `hsum`, shared shuffles."""
+    """Store hsum(v0..v3), four floats, at `address`."""
 
     def gen(ctx, b, s, a):
-        def pair(x, y, part):  # lanes of every `part` long piece: lower halves against upper halves, x's then y's
-            half = part // 2
-            low = [i + j for i in range(0, 16, part) for j in range(half)]
-            both = low + [16 + i for i in low]
-            index = ir.VectorType(I32, 16)
-            return b.fadd(
-                b.shuffle_vector(x, y, ir.Constant(index, both)),
-                b.shuffle_vector(x, y, ir.Constant(index, [i + half for i in both])),
-            )
-
-        four = pair(pair(a[1], a[2], 16), pair(a[3], a[4], 16), 8)  # 4 lanes each of v0, v1, v2, v3
-        eight = [i + j for i in range(0, 16, 4) for j in range(2)]
-        two = b.fadd(_shuffle(b, four, eight), _shuffle(b, four, [i + 2 for i in eight]))
-        one = b.fadd(_shuffle(b, two, [0, 2, 4, 6]), _shuffle(b, two, [1, 3, 5, 7]))
-        b.store(one, pointer(b, a[0], one.type), align=1)
+        four = _shuffle(b, _hsums(b, a[1:]), [0, 4, 8, 12])
+        b.store(four, pointer(b, a[0], four.type), align=1)
         return ctx.get_dummy_value()
 
     return types.void(types.intp, VF, VF, VF, VF), gen
+
+
+@intrinsic
+def st1_hsum4(typingctx, a0, a1, a2, a3, v0, v1, v2, v3):
+    """Store hsum(v0..v3), each float at an address of its own."""
+
+    def gen(ctx, b, s, a):
+        sums = _hsums(b, a[4:])
+        for i in range(4):
+            b.store(b.extract_element(sums, I32(4 * i)), pointer(b, a[i], F32), align=1)
+        return ctx.get_dummy_value()
+
+    return types.void(*[types.intp] * 4, *[VF] * 4), gen
 
 
 @intrinsic

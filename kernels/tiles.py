@@ -7,12 +7,16 @@
     j0, j1     weight rows to do; a block of rows never reaches beyond j1, so threads never write each other's rows
     n, k       rows and columns of the weight; a, b: rows and columns of an FP8 scale block
 
+    A listed tile computes the weight rows that a list names: j0, j1 are places of the list (and of y), n is the address
+    of its ids (int64, any order; ascending is fast).
+
 *Invariant*: every (weight row, activation row) has accumulators of its own, and the order of additions depends on k
 (and b) only. More activation rows only add accumulators: a row has the same bits in every tile, next to any other row
 and for any split j0..j1 (tests/kernels/test_linear.py, bitwise). No fastmath, one fixed tree for horizontal sums.
 
 *Layouts* (kernels/packing.py). Natural rows: lanes run along k, J = 4 weight rows at a time so that one load of x
-serves four of them; 4 x 6 sums fill 24 of the 32 vector registers. N16: 16 weight rows side by side in the lanes, x is
+serves four of them; 4 x 6 sums fill 24 of the 32 vector registers. The four end in one tree of shared shuffles, which
+for a k of 32 or 64 costs as much as the products do. N16: 16 weight rows side by side in the lanes, x is
 broadcast, no horizontal sums, J = 2 blocks at a time.
 
 *Streams*: the J rows (blocks) computed together come from J equal parts of j0..j1, so memory is read as J long streams,
@@ -32,6 +36,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from coli.kernels import abi, simd
+from coli.kernels.access import BLOCK, BLOCKS, LISTED_BLOCK, LISTED_BLOCKS, LISTED_ROWS, ROWS
 
 NATURAL = """
 def tile(w, s, xs, ys, j0, j1, n, k, a, b):
@@ -44,13 +49,15 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
     for top in range(j0, j0 + part):
         each j:
             at{j} = min(top + {j} * part, j1 - 1)
-            w{j} = w + at{j} * row
+            use row
+            w{j} = w + row{j} * row
             each r:
                 sum{j}_{r} = zero_f()
         for i in range(0, full, {16 * U}):
+            use ahead
             each j:
                 each line:
-                    prefetch(w{j} + i * {width} + {AHEAD + 64 * line})
+                    prefetch(f{j} + {64 * line})
             each u:
                 each j:
                     v{j} = {load}(w{j} + (i + {16 * u}) * {width})
@@ -65,9 +72,10 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
                 e = ld_f32_tail(x{r} + i * 4, k - i)
                 each j:
                     sum{j}_{r} = fma(v{j}, e, sum{j}_{r})
+        each j:
+            to{j} = at{j} * 4
         each r:
-            each j:
-                st1_f32(y{r} + at{j} * 4, hsum(sum{j}_{r}))
+            st1_hsum4(y{r} + to0, y{r} + to1, y{r} + to2, y{r} + to3, sum0_{r}, sum1_{r}, sum2_{r}, sum3_{r})
 """
 
 # The products of one scale block are summed alone and join the row's sum times the scale (and times 2**8, which
@@ -77,13 +85,15 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
     each r:
         x{r} = ai(xs, {r})
         y{r} = ai(ys, {r})
+    row = k
     blocks = (k + b - 1) // b
     part = (j1 - j0 + {J - 1}) // {J}
     for top in range(j0, j0 + part):
         each j:
             at{j} = min(top + {j} * part, j1 - 1)
-            w{j} = w + at{j} * k
-            s{j} = s + at{j} // a * blocks * 4
+            use row
+            w{j} = w + row{j} * row
+            s{j} = s + row{j} // a * blocks * 4
             each r:
                 sum{j}_{r} = zero_f()
         for block in range(blocks):
@@ -94,8 +104,9 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
                 each r:
                     part{j}_{r} = zero_f()
             for i in range(first, full, {16 * U}):
+                use ahead
                 each j:
-                    prefetch(w{j} + i + {AHEAD})
+                    prefetch(f{j})
                 use open
                 each u:
                     use convert
@@ -114,9 +125,10 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
                 scale = mul(splat_at(s{j} + block * 4), splat(np.float32(256.0)))
                 each r:
                     sum{j}_{r} = fma(part{j}_{r}, scale, sum{j}_{r})
+        each j:
+            to{j} = at{j} * 4
         each r:
-            each j:
-                st1_f32(y{r} + at{j} * 4, hsum(sum{j}_{r}))
+            st1_hsum4(y{r} + to0, y{r} + to1, y{r} + to2, y{r} + to3, sum0_{r}, sum1_{r}, sum2_{r}, sum3_{r})
 """
 
 # Two ways to the same float32 weights: converting 32 codes at once is 8 % faster, but takes registers that 6 rows need.
@@ -147,21 +159,19 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
     each r:
         x{r} = ai(xs, {r})
         y{r} = ai(ys, {r})
-    part = ((j1 - j0 + 15) // 16 + {J - 1}) // {J} * 16
-    for top in range(j0, j0 + part, 16):
+    use blocks
         each j:
-            top{j} = min(top + {j} * part, (j1 - 1) // 16 * 16)
-            w{j} = w + top{j} // 16 * size
             each r:
                 sum{j}_{r} = zero_f()
         for g in range(groups):
+            use ahead
             each j:
                 each r:
                     dot{j}_0_{r} = splat_i32_at(x{r} + groups * 68 + g * 4)
                     dot{j}_1_{r} = zero_i()
             each u:
                 each j:
-                    prefetch(w{j} + {64 * u} + {AHEAD})
+                    prefetch(f{j} + {64 * u})
                     v{j} = ld_b(w{j} + {64 * u})
                 each r:
                     e = as_bytes(splat_i32_at(x{r} + g * 64 + {4 * u}))
@@ -176,7 +186,8 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
         each j:
             scale = ld_f32(w{j})
             each r:
-                st_f32_tail(y{r} + top{j} * 4, mul(sum{j}_{r}, scale), j1 - top{j})
+                total = mul(sum{j}_{r}, scale)
+                use store
 """
 
 INT4 = """
@@ -233,8 +244,7 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
     each r:
         x{r} = ai(xs, {r})
         y{r} = ai(ys, {r})
-    for top in range(j0, j1, 16):
-        p = w + top // 16 * (groups * 1024 + 64)
+    use block
         each r:
             each u:
                 sum{u}_{r} = zero_f()
@@ -252,8 +262,8 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
                 sum0_{r} = fma(c, splat_at(x{r} + i * 4), sum0_{r})
         scale = ld_f32(p + groups * 1024)
         each r:
-            total = add(add(sum0_{r}, sum1_{r}), add(sum2_{r}, sum3_{r}))
-            st_f32_tail(y{r} + top * 4, mul(total, scale), j1 - top)
+            total = mul(add(add(sum0_{r}, sum1_{r}), add(sum2_{r}, sum3_{r})), scale)
+            use store
 """
 
 INT4F = """
@@ -292,7 +302,6 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
             st_f32_tail(y{r} + top * 4, sum{r}, j1 - top)
 """
 
-
 def unroll(template: str, counts: Mapping[str, int], values: Mapping[str, object]) -> str:
     """Repeat every `each name:` block counts[name] times, insert `use name` snippets from `values`, and evaluate the
     {expressions} with the numbers and `values` at hand."""
@@ -317,29 +326,35 @@ def _unroll(lines: list[str], counts: Mapping[str, int], values: dict[str, objec
     return out
 
 
-def _natural(load: str, width: int, rows: int) -> str:
-    values = {"J": 4, "U": 2, "AHEAD": 2048, "load": load, "width": width}
+def _natural(load: str, width: int, rows: int, access: Mapping[str, str]) -> str:
+    values = {"J": 4, "U": 2, "AHEAD": 2048, "load": load, "width": width, **access}
     return unroll(NATURAL, {"r": rows, "j": 4, "u": 2, "line": width // 2}, values)
 
 
-def _fp8(rows: int) -> str:
+def _fp8(rows: int, access: Mapping[str, str]) -> str:
     weights = PAIRS if rows <= 4 else SINGLES
-    return unroll(FP8, {"r": rows, "j": 4, "u": 2}, {"J": 4, "U": 2, "AHEAD": 2048, **weights})
+    return unroll(FP8, {"r": rows, "j": 4, "u": 2}, {"J": 4, "U": 2, "AHEAD": 2048, "width": 1, **weights, **access})
 
 
-def _n16(template: str, vectors: int, rows: int) -> str:
-    return unroll(template, {"r": rows, "j": 2, "u": vectors}, {"J": 2, "AHEAD": 4096})
+def _n16(template: str, vectors: int, rows: int, access: Mapping[str, str]) -> str:
+    return unroll(template, {"r": rows, "j": 2, "u": vectors}, {"J": 2, "AHEAD": 4096, **access})
 
 
 SOURCES: dict[str, Callable[[int], str]] = {
-    "f32": lambda rows: _natural("ld_f32", 4, rows),
-    "f16": lambda rows: _natural("ld_f16", 2, rows),
-    "bf16": lambda rows: _natural("ld_bf16", 2, rows),
-    "fp8": _fp8,
-    "int8": lambda rows: _n16(INT8, 16, rows),
-    "int4": lambda rows: _n16(INT4, 8, rows),
-    "int8f": lambda rows: _n16(INT8F, 4, rows),
-    "int4f": lambda rows: _n16(INT4F, 8, rows),
+    "f32": lambda rows: _natural("ld_f32", 4, rows, ROWS),
+    "f16": lambda rows: _natural("ld_f16", 2, rows, ROWS),
+    "bf16": lambda rows: _natural("ld_bf16", 2, rows, ROWS),
+    "fp8": lambda rows: _fp8(rows, ROWS),
+    "int8": lambda rows: _n16(INT8, 16, rows, BLOCKS),
+    "int4": lambda rows: _n16(INT4, 8, rows, {}),
+    "int8f": lambda rows: _n16(INT8F, 4, rows, BLOCK),
+    "int4f": lambda rows: _n16(INT4F, 8, rows, {}),
+    "listed_f32": lambda rows: _natural("ld_f32", 4, rows, LISTED_ROWS),
+    "listed_f16": lambda rows: _natural("ld_f16", 2, rows, LISTED_ROWS),
+    "listed_bf16": lambda rows: _natural("ld_bf16", 2, rows, LISTED_ROWS),
+    "listed_fp8": lambda rows: _fp8(rows, LISTED_ROWS),
+    "listed_int8": lambda rows: _n16(INT8, 16, rows, LISTED_BLOCKS),
+    "listed_int8f": lambda rows: _n16(INT8F, 4, rows, LISTED_BLOCK),
 }
 
 

@@ -25,7 +25,8 @@ _PIECE = 1 << 22  # weights repacked at a time
 
 @dataclass(frozen=True)
 class Rows:
-    """Answer of a forward: logits [rows, vocab] and residual streams [rows, width] before the final mixer, float32.
+    """Answer of a forward, float32: logits [rows, vocab] of the wanted rows, and residual streams [rows, width] before
+    the final mixer of all rows (of the last piece, where a long call went in pieces).
 
     Both are views of the model's buffers, overwritten by the next forward."""
 

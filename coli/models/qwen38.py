@@ -10,32 +10,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coli.errors import ColiError, DoesNotFit, NonFinite, UsageError
+from coli.errors import DoesNotFit, NonFinite, UsageError
 from coli.experts import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.models.base import Rows as Answer
 from coli.models.base import Weights
+from coli.models.playing import Player
 from coli.models.qwen38_geometry import Geometry
 from coli.models.qwen38_program import Writer
 from coli.ngrams import NgramHash, NgramTable
 from coli.program.builder import STEP_FIRST, STEP_POS, STEP_ROWS, STEP_UNDO
 from coli.program.cache import Kernels
 from coli.program.cpu import Team
+from coli.program.ops import Weight
+from coli.recurrent import Recurrent
 from coli.state import MAX_UNDOABLE, State
-
-NEED_EXPERTS, MORE_WAVES, NEED_NGRAMS = 1, 2, 3  # kernels/dispatch.py
 
 
 class Qwen38:
     """The model ready to run. `limit`: rows of one program call (the prefill chunk)."""
 
     def __init__(self, checkpoint: Checkpoint, g: Geometry, weights: Weights, store: ExpertStore, kernels: Kernels,
-                 team: Team, *, ctx: int, limit: int) -> None:
+                 team: Team, *, ctx: int, limit: int, undo: str = "slots") -> None:
         self.geometry, self.ctx, self.limit = g, ctx, limit
         self.store, self.team, self.weights = store, team, weights
         self._writer = Writer(g, weights, store, team, ctx, limit)
         self.spec = self._writer.spec
         self._program = self._writer.write().finish(kernels)
+        self.undo, self._settling = undo, self._writer.settle().finish(kernels)
+        self.player = Player(self._writer, self._put_ngrams)
         self._hashes = [NgramHash(g, i) for i in range(len(g.ple_layers))]
         self._tables = [NgramTable(checkpoint, g, layer) for layer in g.ple_layers]
         half = g.rotary_dim // 2
@@ -45,16 +48,31 @@ class Qwen38:
     def workspace_bytes(self) -> int:
         return self._program.nbytes
 
+    @property
+    def row_bytes(self) -> np.ndarray:
+        """File bytes each row of the last forward (of at most 8) was the first to need, of experts."""
+        return self.player.row_bytes
+
+    @property
+    def lm_head(self) -> Weight:
+        return self._writer.lm_head
+
     def new_state(self) -> State:
-        return State(self.spec, self.ctx)
+        return State(self.spec, self.ctx, undo=self.undo, settle=self._settle)
+
+    def _settle(self, recurrent: Recurrent) -> None:
+        """Play the recurrence over no rows: what stands in the log is added to S."""
+        self._settling.bind(recurrent)
+        self.team.play(self._settling)
 
     def forward(
         self, tokens: Sequence[int] | np.ndarray, state: State, want: str = "last", undoable: bool = False
     ) -> Answer:
-        """Append rows to `state`; logits and streams of the last row, or of all (`want`="all").
+        """Append rows to `state`; logits of the last row, or of all (`want`="all").
 
-        Undoable forwards carry at most 8 rows; `state.keep(n)` may follow them. After an error the state is that of
-        an empty sequence."""
+        Undoable forwards carry at most 8 rows; `state.keep(n)` may follow them. Of these, rows from the first that is
+        not finite on are left out of the answer: plain decoding might never come to them. After an error the state is
+        that of an empty sequence."""
         ids = np.asarray(tokens, np.int64)
         self._check(ids, state, undoable)
         size = MAX_UNDOABLE if want == "all" else self.limit
@@ -92,19 +110,23 @@ class Qwen38:
         w, program, rows = self._writer, self._program, len(ids)
         program.step[STEP_ROWS], program.step[STEP_POS] = rows, state.length
         program.step[STEP_FIRST], program.step[STEP_UNDO] = first, undoable
-        w.final[STEP_ROWS] = rows - first
+        w.last[STEP_ROWS] = rows - first
         w.embedding.read(ids)
-        w.bad[0] = 0
-        w.clock[0] += 1
         self._start_ngrams(ids, state)
         self._fill_rope(state.length, rows)
         program.bind(state)
-        self._play(rows)
-        if w.bad[0]:
+        self.player.play(rows)
+        finite = self._finite(rows) if w.bad[0] else rows
+        if finite < rows and not (undoable and finite):
             raise NonFinite(f"a value is not finite at position {state.length}..{state.length + rows - 1}",
                             f"layer {w.bad[0] - 1}", "the weights or this prompt overflow float32")
         state.append(ids, undoable=undoable)
-        return Answer(w.out.array[: rows - first], w.streams.array[: rows - first])
+        return Answer(w.out.array[: finite - first], w.s.array[:finite])
+
+    def _finite(self, rows: int) -> int:
+        """How many leading rows hold numbers only: what is not finite stays so in the streams."""
+        good = np.isfinite(self._writer.s.array[:rows]).all(axis=1)
+        return rows if good.all() else int(np.argmin(good))
 
     def _start_ngrams(self, ids: np.ndarray, state: State) -> None:
         """Hash the n-grams of the new rows and start reading their table rows."""
@@ -123,33 +145,9 @@ class Qwen38:
         np.cos(angle, out=self._writer.rope[: rows + off, 0])
         np.sin(angle, out=self._writer.rope[: rows + off, 1])
 
-    def _play(self, rows: int) -> None:
-        w, program, cut = self._writer, self._program, self.team.cut_cell
-        w.used[0], misses = 0, self.store.misses
-        at = self.team.play(program)
-        while at < len(program.table):
-            reason, op = int(cut[0]), at - 1
-            if reason == NEED_NGRAMS:
-                assert w.e is not None
-                w.e.array[:rows] = self._tables[w.ngram_ops[op]].wait()
-            elif reason in (NEED_EXPERTS, MORE_WAVES):
-                layer, group = w.expert_ops[op]
-                self._fetch(layer)
-                at = group if reason == MORE_WAVES else at
-            else:
-                raise ColiError(f"the program stopped at op {op} for no known reason ({reason})", "player")
-            at = self.team.play(program, at)
-        self.store.count_hits(int(w.used[0]) - (self.store.misses - misses))
-
-    def _fetch(self, layer: int) -> None:
-        """Make this wave's experts resident: all that are still to do, or as many as the cache holds. When those do
-        not fit together, the resident ones go first and nothing is read for them."""
-        needed = np.flatnonzero(self._writer.todo)
-        if len(needed) > self.store.cap:
-            if np.any(self.store.table[layer, needed]):
-                return
-            needed = needed[: self.store.cap]
-        self.store.ensure(layer, needed.tolist())
+    def _put_ngrams(self, op: int, rows: int) -> None:
+        assert self._writer.e is not None
+        self._writer.e.array[:rows] = self._tables[self._writer.ngram_ops[op]].wait()
 
     def close(self) -> None:
         for table in self._tables:

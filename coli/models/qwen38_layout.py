@@ -4,7 +4,8 @@ Idea: `geometry` turns a config into checked numbers, `expected` turns those int
 tensor of the trunk, `check` compares that table with a checkpoint before a byte is allocated. Whoever loads
 afterwards needs no test of its own.
 Spellings that a checkpoint may choose: experts fused (`gate_up_proj` [E, 2I, H], gate rows first) or one by one, the
-n-gram table in shards or whole, lm_head left out when tied. `mtp.*` (the draft head) is detected, not read.
+n-gram table in shards or whole, lm_head left out when tied. `mtp.*`, the draft head, has a table and a check of its
+own: a checkpoint runs without it.
 Source of names and shapes: model_spec.md 5a to 5d. Guarded by tests/models/test_layout.py.
 """
 
@@ -12,18 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import SCALE, pair_scales
+from coli.formats.safetensors import Tensor
 from coli.formats.strict import AGAIN, counted, listing
 from coli.kernels.packing import packed_bytes
+from coli.models.config import Reader
 from coli.models.qwen38_geometry import MODEL_TYPES, Geometry, geometry
 from coli.ngrams import NgramHash, table_prefix
 
-__all__ = ["MODEL_TYPES", "Geometry", "Sizes", "check", "expected", "geometry", "has_mtp", "hash_buffers", "sizes"]
+__all__ = ["MODEL_TYPES", "Geometry", "Sizes", "check", "check_head", "expected", "expected_head",
+           "geometry", "has_mtp", "hash_buffers", "sizes"]
 
 FLOATS = ("BF16", "F16", "F32")
 Shape = tuple[int, ...]
@@ -50,6 +55,26 @@ def expected(g: Geometry, names: Container[str] = ()) -> dict[str, Shape]:
     for index, layer in enumerate(g.ple_layers):
         table |= dict(_ple_tensors(g, index, layer, names))
     return table
+
+
+HEAD = "mtp.layers.0."
+
+
+def expected_head(g: Geometry, names: Container[str] = ()) -> dict[str, Shape]:
+    """Shape of every tensor of the draft head (model_spec.md 5c): one attention layer of the trunk's kind, its two
+    inputs and its own final mixer. Embedding and lm_head are the trunk's."""
+    table: dict[str, Shape] = {
+        "mtp.fc_embedding.weight": (g.hidden, g.hidden),
+        "mtp.fc_hidden.weight": (g.hidden, g.hidden),
+        "mtp.pre_fc_norm_embedding.weight": (g.hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (g.width,),
+    }
+    table |= dict(_mixer(g, "mtp.hyper_connection_mixer.", inject=False))
+    table |= dict(_mixer(g, f"{HEAD}attn_hyper_connection."))
+    table |= dict(_mixer(g, f"{HEAD}mlp_hyper_connection."))
+    table |= dict(_attention(g, HEAD))
+    table |= dict(_mlp(g, f"{HEAD}mlp."))
+    return table | dict(_experts(g, f"{HEAD}mlp.experts.", fused=f"{HEAD}mlp.experts.gate_up_proj" in names))
 
 
 def _mixer(g: Geometry, p: str, inject: bool = True) -> Iterator[tuple[str, Shape]]:
@@ -151,14 +176,24 @@ def int8_rows(name: str) -> bool:
 
 
 def dense_bytes(checkpoint: Checkpoint, g: Geometry, *, trunk_int8: bool) -> int:
-    """Resident bytes of the dense weights: all but the embedding, whose rows are read one by one."""
-    total = 0
-    for name, tensor in checkpoint.tensors.items():
-        if _use(name) != "dense" or (name == "embed_tokens.weight" and not g.tied):
-            continue
-        repacked = trunk_int8 and len(tensor.shape) == 2 and tensor.dtype in FLOATS and int8_rows(name)
-        total += packed_bytes("int8", *tensor.shape) if repacked else tensor.nbytes
-    return total
+    """Resident bytes of the trunk's dense weights: all but the embedding, whose rows are read one by one."""
+    return sum(
+        _resident(name, tensor, trunk_int8) for name, tensor in checkpoint.tensors.items()
+        if _use(name) == "dense" and (name != "embed_tokens.weight" or g.tied)
+    )
+
+
+def head_bytes(checkpoint: Checkpoint, *, trunk_int8: bool) -> int:
+    """Resident bytes of the draft head's dense weights."""
+    return sum(
+        _resident(name, tensor, trunk_int8) for name, tensor in checkpoint.tensors.items()
+        if _use(name) == "mtp" and ".mlp.experts." not in name
+    )
+
+
+def _resident(name: str, tensor: Tensor, trunk_int8: bool) -> int:
+    repacked = trunk_int8 and len(tensor.shape) == 2 and tensor.dtype in FLOATS and int8_rows(name)
+    return packed_bytes("int8", *tensor.shape) if repacked else tensor.nbytes
 
 
 # ---- the check ---------------------------------------------------------------------------------------------------
@@ -172,11 +207,38 @@ def has_mtp(checkpoint: Checkpoint) -> bool:
 def check(checkpoint: Checkpoint, g: Geometry) -> None:
     """Every trunk tensor is there, once, with its shape, a dtype the engine reads and its scale. Raises ModelError."""
     table = expected(g, checkpoint)
-    scalars = _table_scales(checkpoint, g)
-    exempt = set(scalars) | {t for t in table if ".ngram_embedding." in t}
-    scales = pair_scales(checkpoint.tensors, checkpoint.quantization, exempt, checkpoint.folder)
-    found = {name for name in checkpoint if not name.startswith("mtp.")}
-    _names(checkpoint, table.keys() - found, found - table.keys() - {name + SCALE for name in scales} - scalars)
+    trunk = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith("mtp.")}
+    _check(checkpoint, trunk, table, _table_scales(checkpoint, g))
+    for index, layer in enumerate(g.ple_layers):
+        for name, constants in hash_buffers(NgramHash(g, index), layer).items():
+            if not np.array_equal(checkpoint.load(name), constants):
+                raise ModelError(f"{name}: the checkpoint's hash constants differ from those of its config",
+                                 checkpoint[name].path, "vocab_size, seed or ngram_* are wrong")  # fmt: skip
+
+
+def check_head(checkpoint: Checkpoint, g: Geometry) -> None:
+    """The same of the draft head. Raises ModelError."""
+    head = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("mtp.")}
+    if not head:
+        raise ModelError("the checkpoint has no draft head (no mtp.* tensors)", checkpoint.folder,
+                         "use a checkpoint with one, or leave out Q38_MTP=1 (--mtp)")  # fmt: skip
+    _check(checkpoint, head, expected_head(g, checkpoint), set())
+
+
+def head_rope_theta(config: Mapping[str, Any], g: Geometry, where: object) -> float:
+    """Base of the head's rotary positions: its own where the config names one, else the trunk's."""
+    own = Reader(config, where).inside("mtp")
+    return own.number("rope_theta", default=g.rope_theta)
+
+
+def _check(
+    checkpoint: Checkpoint, found: Mapping[str, Tensor], table: Mapping[str, Shape], scalars: set[str]
+) -> None:
+    """Exactly the tensors of `table` were `found` (and their scales, and `scalars`), with its shapes."""
+    exempt = scalars | {t for t in table if ".ngram_embedding." in t}
+    scales = pair_scales(found, checkpoint.quantization, exempt, checkpoint.folder)
+    _names(checkpoint, table.keys() - found.keys(),
+           found.keys() - table.keys() - {name + SCALE for name in scales} - scalars)
     wrong = [f"{name}: expected {list(shape)}, found {list(checkpoint[name].shape)}"
              for name, shape in table.items() if checkpoint[name].shape != shape]  # fmt: skip
     if wrong:
@@ -184,11 +246,6 @@ def check(checkpoint: Checkpoint, g: Geometry) -> None:
                          "config.json and the weights belong to different models")  # fmt: skip
     _dtypes(checkpoint, table)
     _expert_kinds(checkpoint, table)
-    for index, layer in enumerate(g.ple_layers):
-        for name, constants in hash_buffers(NgramHash(g, index), layer).items():
-            if not np.array_equal(checkpoint.load(name), constants):
-                raise ModelError(f"{name}: the checkpoint's hash constants differ from those of its config",
-                                 checkpoint[name].path, "vocab_size, seed or ngram_* are wrong")  # fmt: skip
 
 
 def _table_scales(checkpoint: Checkpoint, g: Geometry) -> set[str]:

@@ -76,6 +76,7 @@ class Program:
         self._open: list[tuple[int, int, StateCell]] = []
         self._bound: Any = None
         self.table = np.zeros((0, ROW_CELLS), np.int64)
+        self.address = 0  # of the table
 
     # ---- buffers
     def buffer(self, *shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -123,6 +124,7 @@ class Program:
             for name in kernels.tiles(kind):
                 addresses[int(name.rsplit("_", 1)[1])] = kernels[name]
         self.table = aligned((len(self._ops), ROW_CELLS), np.int64)
+        self.address = self.table.ctypes.data
         for at, (name, args, flags) in enumerate(self._ops):
             self.table[at, :2] = kernels[name], flags
             for i, value in enumerate(args):

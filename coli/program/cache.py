@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from coli.errors import ColiError
-from coli.kernels.packing import TILE_ROWS, tile_name
+from coli.kernels.packing import tile_name, tile_rows
 from coli.program import compile as compiler
 
 Progress: TypeAlias = Callable[[str], None]
@@ -220,7 +220,7 @@ class Kernels:
 
     def tiles(self, kind: str) -> list[str]:
         """Names of the GEMV tiles of one weight kind."""
-        return [tile_name(kind, rows) for rows in TILE_ROWS]
+        return [tile_name(kind, rows) for rows in tile_rows(kind)]
 
 
 def warmup(settings: Any, on_progress: Progress | None = None) -> WarmupReport:

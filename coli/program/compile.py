@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MODULES = ("threads", "dispatch", "norm", "streams", "deltanet", "attention", "moe", "ple", "linear")
+MODULES = ("threads", "dispatch", "norm", "streams", "deltanet", "attention", "moe", "ple", "linear", "draft")
 
 
 _MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # ELF, Mach-O
@@ -27,14 +27,16 @@ def signatures() -> dict[str, tuple[Any, Any]]:
     """Name -> (Numba signature, Python function) of every kernel there is."""
     from numba import types
 
-    from coli.kernels.packing import TILE_KINDS, TILE_ROWS, tile_name
+    from coli.kernels.packing import LISTED_KINDS, TILE_KINDS, tile_name, tile_rows
     from coli.kernels.tiles import tile
 
     i64 = types.int64
     shapes = {"KERNELS": types.void(i64, i64, i64), "ENTRIES": i64(i64, i64)}
     gemv = types.void(*[i64] * 10)
     found: dict[str, tuple[Any, Any]] = {
-        tile_name(kind, rows): (gemv, tile(kind, rows)) for kind in TILE_KINDS for rows in TILE_ROWS
+        tile_name(kind, rows): (gemv, tile(kind, rows))
+        for kind in TILE_KINDS + LISTED_KINDS
+        for rows in tile_rows(kind)
     }
     for module in MODULES:
         content = importlib.import_module(f"coli.kernels.{module}")

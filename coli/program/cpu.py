@@ -81,14 +81,14 @@ class Team:
                 self.control[parked] = 0
                 self._wake[tid].set()
 
-    def play(self, program: Program, start: int = 0) -> int:
-        """Play from row `start`; returns the row to continue at: `len(table)` when it ran to its end. A reason left
-        in `cut_cell` says why it stopped earlier."""
+    def play(self, program: Program, start: int = 0, end: int | None = None) -> int:
+        """Play from row `start` to row `end` (the table's own without one); returns the row to continue at, `end` when
+        it came that far. A reason left in `cut_cell` says why it stopped earlier."""
         if not self._started:
             self._start()
         control = self.control
         control[CUT] = 0
-        control[TABLE], control[PC], control[END] = program.table.ctypes.data, start, len(program.table)
+        control[TABLE], control[PC], control[END] = program.address, start, len(program.table) if end is None else end
         if self._publish(self._control_address, 0):
             self._wake_sleepers()
         return self._lead(self._control_address, 0)

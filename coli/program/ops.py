@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from coli.kernels.packing import GRAIN, OFFSETS, PREPARED_KINDS, prepared_bytes
+from coli.kernels.packing import GRAIN, LISTED, OFFSETS, PREPARED_KINDS, parts_of, prepared_bytes
 from coli.program.builder import Program, Rows
 
 
@@ -40,6 +40,15 @@ class Input:
     prepared: dict[str, np.ndarray] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class BestScore:
+    """Where `best_score` leaves its answer, one cell each: place among the scores, token, probability."""
+
+    place: np.ndarray
+    token: np.ndarray
+    p: np.ndarray
+
+
 def quantized(program: Program, source: Input, kind: str, count: np.ndarray | None = None) -> np.ndarray:
     """Row pointers that a weight of `kind` multiplies: the float rows, or int8 codes of them (per 64 inputs)."""
     if kind not in PREPARED_KINDS:
@@ -63,12 +72,33 @@ def linear(
     )
 
 
-def linears(program: Program, source: Input, pairs: list[tuple[Weight, Rows]]) -> None:
+def linears(program: Program, source: Input, pairs: list[tuple[Weight, Rows]], *, step: Any = None) -> None:
     """Several products of the same rows; one barrier behind the last."""
     for weight, _ in pairs:
-        quantized(program, source, weight.kind)
+        quantized(program, source, weight.kind, step)
     for i, (weight, out) in enumerate(pairs):
-        linear(program, source, weight, out, barrier=i == len(pairs) - 1)
+        linear(program, source, weight, out, step=step, barrier=i == len(pairs) - 1)
+
+
+def listed(
+    program: Program, source: Input, weight: Weight, out: Rows, ids: np.ndarray, count: np.ndarray, *, step: Any = None
+) -> None:
+    """out = source @ weight[ids[:count]].T: the weight rows that a list names, in the bits of the whole product."""
+    program.op(
+        "listed", program.step if step is None else step, weight.codes, 0 if weight.scales is None else weight.scales,
+        quantized(program, source, weight.kind, step), out.pointers, ids, weight.k, *weight.block,
+        program.tiles(LISTED + weight.kind), GRAIN, count, int(weight.kind.startswith("int")),
+    )
+
+
+def best_score(program: Program, scores: np.ndarray, count: np.ndarray, ids: np.ndarray | None) -> BestScore:
+    """The best of the first `count` (a cell) scores, and the softmax probability it has among them."""
+    out = BestScore(*(program.buffer(1, dtype=kind) for kind in (np.int64, np.int64, np.float32)))
+    common = (scores, count, program.buffer(parts_of(scores.size)))
+    program.op("draft_tops", *common)
+    program.op("draft_sums", *common)
+    program.op("draft_pick", *common, 0 if ids is None else ids, out.place, out.token, out.p)
+    return out
 
 
 def rms_group(

@@ -20,6 +20,7 @@ from coli.kernels.linear_reference import to_bf16
 from coli.kernels.packing import GRAIN, OFFSETS, PREPARED_KINDS, pack_int4, pack_int8, prepared_bytes
 from coli.kernels.tiles import tile
 from tests.kernels.harness import TILE_SIGNATURE, call, compiled, pointers, step, tile_table
+from tests.kernels.test_deltanet import Model
 
 # AVX2, FMA and F16C, and nothing of AVX-512: the features must be named (here: none beyond the CPU's own), because
 # Numba adds all of the host's to a CPU name alone.
@@ -47,7 +48,21 @@ def outputs() -> dict[str, str]:
         tiles = tile_table({3: tile(kind, 3)})
         call(linear, step(count), stored, scales, pointers(rows, 6), pointers(y, 6), n, k, 16, 32, tiles, GRAIN)
         hashes[kind] = hashlib.sha256(y.tobytes()).hexdigest()
-    return hashes
+    return hashes | {f"deltanet {shape}": _deltanet(shape) for shape in ((1, 3, 17, 16), (2, 4, 33, 128))}
+
+
+def _deltanet(shape: tuple[int, int, int, int]) -> str:
+    """Outputs and states of verifies by slots and by a log, of which three rows stand, and of what follows."""
+    digest = hashlib.sha256()
+    for log in (False, True):
+        model = Model(shape, log=log)
+        digest.update(model.run(slice(0, 5), undoable=1).tobytes())
+        if log:
+            model.standing = 2
+        else:
+            model.live[:] = model.cells[3, 1]
+        digest.update(model.run(slice(3, 9)).tobytes() + model.live.tobytes())
+    return digest.hexdigest()
 
 
 def uses_wide_registers() -> bool:

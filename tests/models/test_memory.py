@@ -22,19 +22,21 @@ import json, sys
 import numpy as np
 from coli import memory
 from coli.engine import Engine
+from coli.session import Request, Session
 from coli.settings import load
 flags, prompt, tokens = json.loads(sys.argv[1])
 with Engine.open(load(flags, {})[0]) as engine:
-    state, ids = engine.model.new_state(), np.random.default_rng(1).integers(0, engine.geometry.vocab, prompt + tokens)
-    logits = engine.model.forward(ids[:prompt], state).logits
-    for token in ids[prompt:]:
-        logits = engine.model.forward([token], state).logits
-    store = engine.store
-    filled = sum(len(store.resident(layer)) for layer in range(engine.geometry.layers)) * store.record.nbytes
+    ids, session = np.random.default_rng(1).integers(0, engine.geometry.vocab, prompt), Session(engine)
+    "".join(session.generate(Request(tuple(ids.tolist()), max_tokens=tokens, stop_ids=frozenset())))
+    state, per_token = session.state, engine.model.spec.kv_bytes_per_token()
+    per_token += engine.head.spec.kv_bytes_per_token() if engine.head else 0
+    nbytes = sum(store.nbytes for store in engine.stores)
+    filled = sum(len(s.resident(layer)) * s.record.nbytes for s in engine.stores for layer in range(len(s.layers)))
     print(json.dumps({
-        "planned": engine.terms.total + store.nbytes, "unfilled": store.nbytes - filled,
-        "kv_unused": (engine.ctx - state.length) * engine.model.spec.kv_bytes_per_token(),
-        "peak": memory.peak_rss(), "cap": engine.cap, "finite": bool(np.isfinite(logits).all()),
+        "planned": engine.terms.total + nbytes, "unfilled": nbytes - filled,
+        "undo_unused": engine.terms.undo - state.recurrent.undo_bytes,
+        "kv_unused": (engine.ctx - state.length) * per_token,
+        "peak": memory.peak_rss(), "cap": engine.cap, "finite": bool(np.isfinite(session.last_logits).all()),
     }))
 """
 
@@ -47,7 +49,7 @@ def _run(prompt: int, tokens: int, **flags) -> dict:
 
 def _check(seen: dict) -> None:
     """Peak RSS lies within 3 % or 64 MiB of the plan, less the slots and positions this run had no use for."""
-    used = seen["planned"] - seen["unfilled"] - seen["kv_unused"]
+    used = seen["planned"] - seen["unfilled"] - seen["kv_unused"] - seen["undo_unused"]
     assert seen["finite"]
     assert abs(seen["peak"] - used) <= max(0.03 * used, 64 << 20), seen
 
@@ -65,7 +67,7 @@ def test_the_workspace_is_what_was_computed(tmp_path, ctx, odd):
         state = opened.state
         kv = state.k.nbytes + state.v.nbytes + state.raw.nbytes + state.pooled.nbytes
         assert abs(kv - ctx * spec.kv_bytes_per_token()) <= 8 * spec.attention_layers * spec.index_dim
-        assert state.live.nbytes == spec.recurrent_bytes()
+        assert state.recurrent.live.nbytes == spec.recurrent_bytes()
         assert sum(ring.nbytes for ring in state.rings) == spec.ring_bytes()
 
 
@@ -95,15 +97,15 @@ def test_the_peak_is_our_own_and_not_that_of_who_started_us():
 
 def test_a_budget_sizes_the_cache_and_a_budget_below_the_floor_is_refused(tmp_path):
     folder = write_tiny(tmp_path, dtype="F32")
-    with Opened(folder) as opened:
+    with Opened(folder, mtp=False) as opened:
         engine = opened.engine
         layer_slots = engine.geometry.layers * engine.store.record.nbytes
         floor = engine.terms.total
     for slots in (1, 3):
-        with Opened(folder, ram=(floor + slots * layer_slots + layer_slots / 2) / 1e9) as opened:
+        with Opened(folder, mtp=False, ram=(floor + slots * layer_slots + layer_slots / 2) / 1e9) as opened:
             assert opened.engine.cap == slots
     with pytest.raises(DoesNotFit) as refused:
-        Opened(folder, ram=(floor + layer_slots / 2) / 1e9)
+        Opened(folder, mtp=False, ram=(floor + layer_slots / 2) / 1e9)
     assert f"{(floor + layer_slots / 2) / 1e9:.2f} GB" in str(refused.value)
     assert f"at least {(floor + layer_slots) / 1e9:.2f} GB" in str(refused.value)
 
@@ -112,12 +114,44 @@ def test_a_cap_beyond_the_budget_is_lowered_and_said(tmp_path):
     folder = write_tiny(tmp_path, dtype="F32")
     with Opened(folder) as opened:
         engine = opened.engine
-        budget = (engine.terms.total + 2.5 * engine.geometry.layers * engine.store.record.nbytes) / 1e9
+        budget = (engine.terms.total + 2.5 * sum(s.nbytes // s.cap for s in engine.stores)) / 1e9
     with Opened(folder, ram=budget, cap=7) as opened:
-        assert opened.engine.cap == 2
+        assert opened.engine.cap == 2 == opened.engine.stores[1].cap
         assert any("--cap 7" in note for note in opened.engine.notes)
 
 
 def test_the_default_budget_leaves_room():
     assert 0 < memory.default_budget() <= 0.88 * memory.available() * 1.2
     assert load({"ram": 1.5}, {})[0].ram == 1_500_000_000
+
+
+def test_a_budget_too_small_for_the_head_runs_without_it_and_says_so(tmp_path):
+    folder = write_tiny(tmp_path, dtype="F32")
+    with Opened(folder, mtp=False) as opened:
+        without = opened.engine.terms.total + opened.engine.store.nbytes // opened.engine.store.cap
+    budget = (without + 4096) / 1e9
+    with Opened(folder, ram=budget) as opened:
+        assert opened.engine.head is None and "budget" in opened.engine.head_line
+        assert opened.engine.terms.head == 0
+    with pytest.raises(DoesNotFit) as refused:
+        Opened(folder, ram=budget, mtp=True)
+    assert "draft head" in str(refused.value)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("mtp_cap", [None, 3])
+def test_the_head_holds_what_was_planned(tmp_path, odd, mtp_cap):
+    folder = write_tiny(tmp_path, odd_config() if odd else tiny_config(), dtype="F32")
+    with Opened(folder, ctx=128, threads=3, mtp_cap=mtp_cap) as opened:
+        engine, head = opened.engine, opened.engine.head
+        state, store = head.new_state(), engine.stores[1]
+        kv = state.kv.k.nbytes + state.kv.v.nbytes + state.kv.raw.nbytes + state.kv.pooled.nbytes
+        tensors = engine.checkpoint.tensors.items()
+        dense = sum(t.nbytes for name, t in tensors if name.startswith("mtp.") and "experts" not in name)
+        held = dense + kv + head.workspace_bytes + state.pending.nbytes
+        planned = engine.terms.head - (mtp_cap or 0) * store.record.nbytes
+        assert abs(held - planned) <= 0.05 * held + 4096
+        assert store.cap == (mtp_cap or engine.cap)
+        alone = opened.state.nbytes
+    with Opened(folder, ctx=128, threads=3, mtp=False) as opened:
+        assert opened.engine.terms.head == 0 and opened.state.nbytes == alone

@@ -1,4 +1,5 @@
-"""N-gram rows: golden ids of the real model, equality with the oracle, and reads that equal the file."""
+"""N-gram rows: golden ids of the real model, equality with the oracle, and reads that equal the file, from tables that
+are read row by row and from ones that are kept."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coli import ngrams
 from coli.errors import ReadError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import E4M3
 from coli.models.qwen38_layout import geometry
 from coli.ngrams import NgramHash, NgramTable, is_prime, multipliers, primes
+from tests.models.bench_model import Opened
 from tests.oracle.qwen4 import NGram
 from tests.tiny import odd_config, tiny_config, write_tiny
 
@@ -88,6 +91,8 @@ def test_rows_equal_the_oracles(config, data):
     expected = [oracle.ids(text[:t][-(g.ngram_size - 1) :], text[t]) for t in range(len(text))]
     window = np.concatenate([hashes.empty_history(), text])
     assert hashes.rows(window).tolist() == expected
+    again = np.concatenate([window, text, text, text, text, text, text])  # long enough for NumPy, whatever the text
+    assert hashes.rows(again)[: len(text)].tolist() == expected
     cut = data.draw(st.integers(0, len(text)))
     back = g.ngram_size - 1
     pieces = [hashes.rows(window[: back + cut]), hashes.rows(window[cut:])]
@@ -102,6 +107,12 @@ FORMS = {
     "fp8 whole": dict(dtype="FP8", table_shards=0),
     "odd": dict(dtype="BF16", config=odd_config()),
 }
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """No table is small enough to be kept."""
+    monkeypatch.setattr(ngrams, "KEPT", 0)
 
 
 def opened(folder) -> tuple[Checkpoint, NgramTable, NgramHash]:
@@ -121,9 +132,12 @@ def whole_table(checkpoint: Checkpoint, layer: int) -> np.ndarray:
     return (stored.astype(np.uint32) << 16).view(np.float32) if stored.dtype == np.uint16 else stored.astype(np.float32)
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["streamed", "kept"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_rows_read_equal_the_table(tmp_path, form):
+def test_rows_read_equal_the_table(tmp_path, monkeypatch, form, kept):
+    monkeypatch.setattr(ngrams, "KEPT", ngrams.KEPT if kept else 0)
     checkpoint, table, hashes = opened(write_tiny(tmp_path, **form))
+    assert table.kept == kept
     exact = whole_table(checkpoint, table.layer)
     rng = np.random.default_rng(3)
     for count in (1, 2, 7, 40):
@@ -136,7 +150,9 @@ def test_rows_read_equal_the_table(tmp_path, form):
     table.close()
 
 
-def test_a_start_without_wait_is_dropped(tmp_path):
+@pytest.mark.parametrize("kept", [False, True], ids=["streamed", "kept"])
+def test_a_start_without_wait_is_dropped(tmp_path, monkeypatch, kept):
+    monkeypatch.setattr(ngrams, "KEPT", ngrams.KEPT if kept else 0)
     checkpoint, table, hashes = opened(write_tiny(tmp_path))
     exact = whole_table(checkpoint, table.layer)
     for row in range(50):
@@ -147,7 +163,7 @@ def test_a_start_without_wait_is_dropped(tmp_path):
     table.close()
 
 
-def test_failed_reads_name_layer_file_and_errno(tmp_path, monkeypatch):
+def test_failed_reads_name_layer_file_and_errno(tmp_path, monkeypatch, streamed):
     _, table, hashes = opened(write_tiny(tmp_path))
 
     def fail(*_):
@@ -167,7 +183,27 @@ def test_failed_reads_name_layer_file_and_errno(tmp_path, monkeypatch):
     table.close()
 
 
-def test_one_token_costs_little(tmp_path):
+def test_a_row_outside_a_kept_table_is_refused(tmp_path):
+    _, table, hashes = opened(write_tiny(tmp_path))
+    table.start(np.full((1, hashes.heads), hashes.table_rows))
+    with pytest.raises(IndexError):
+        table.wait()
+    table.close()
+
+
+def test_a_forward_is_the_same_with_either_table(tmp_path, monkeypatch):
+    """The program stops for rows that are on their way, and has kept ones from the start."""
+    ids, logits = np.arange(3, 17), []
+    folder = write_tiny(tmp_path, dtype="BF16")
+    for limit in (ngrams.KEPT, 0):
+        monkeypatch.setattr(ngrams, "KEPT", limit)
+        with Opened(folder) as model:
+            answers = [model.engine.model.forward(part, model.state, want="all").logits for part in (ids[:9], ids[9:])]
+            logits.append(np.concatenate(answers).tobytes())
+    assert logits[0] == logits[1]
+
+
+def test_one_token_costs_little(tmp_path, streamed):
     """16 rows of 160 FP8 values as in the real model: 60 us hot on an idle core, asserted with room for a busy one."""
     config = tiny_config(ple_layer_ids=[2, 6], ple_embed_dim=2560, heads_per_ngram=8)
     _, table, hashes = opened(write_tiny(tmp_path, config, dtype="FP8", mtp=False))

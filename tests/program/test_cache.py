@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from coli.errors import ColiError
-from coli.kernels.packing import TILE_KINDS, TILE_ROWS, tile_name
+from coli.kernels.packing import LISTED_KINDS, TILE_KINDS, tile_name, tile_rows
 from coli.program import compile as compiler
 from coli.program.cache import Kernels, cache_key, warmup
 from coli.settings import load
@@ -132,7 +132,7 @@ def test_another_user_without_home_and_cache_can_run(tmp_path):
 def test_objects_need_nothing_of_numba(tmp_path):
     """A symbol of Numba's runtime left in an object would crash the process that loads it without Numba."""
     kernels = Kernels(tmp_path)
-    kernels.load(["attention", "grouped", "linear", "quantize", "lead", "worker"])
+    kernels.load(["attention", "grouped", "linear", "listed", "draft_sums", "quantize", "lead", "worker"])
     for path in kernels.folder.glob("*.ko"):
         _, code = compiler.read(path)
         assert not any(name in code for name in (b"numba_gil", b"PyErr_", b"NRT_")), path.name
@@ -141,5 +141,5 @@ def test_objects_need_nothing_of_numba(tmp_path):
 def test_every_kernel_is_found_once():
     names = [name for module in compiler.MODULES for table in ("KERNELS", "ENTRIES")
              for name in getattr(importlib.import_module(f"coli.kernels.{module}"), table, {})]  # fmt: skip
-    names += [tile_name(kind, rows) for kind in TILE_KINDS for rows in TILE_ROWS]
+    names += [tile_name(kind, rows) for kind in TILE_KINDS + LISTED_KINDS for rows in tile_rows(kind)]
     assert len(names) == len(set(names)) == len(compiler.signatures())
