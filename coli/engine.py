@@ -12,21 +12,25 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
 
 from coli import memory
 from coli.chat import ChatTemplate, stop_ids
-from coli.errors import ModelError, UsageError
+from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.experts import ExpertStore, expert_record, stored_kind
 from coli.formats.checkpoint import Checkpoint
 from coli.models import find, qwen38_layout, qwen38_program
 from coli.models.base import Weights, never
 from coli.models.qwen38 import Qwen38
 from coli.models.qwen38_geometry import Geometry
+from coli.models.qwen38_mtp import HeadPlan, Qwen38Head, plan_head
 from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads, usable_cpus
 from coli.report import size
 from coli.settings import Settings, no_effect
+from coli.speculation.options import Speculation
+from coli.speculation.vocabulary import Vocabulary, usage_path
 from coli.tokenizer import Tokenizer
 
 Progress: TypeAlias = Callable[[str], None]
@@ -50,6 +54,7 @@ class Engine:
                 f"{self.threads} threads on {usable_cpus()} CPUs wait for each other: --threads {default_threads()} is "
                 "faster"
             )
+        self.vocabulary: Vocabulary | None = None
         self._closing = ExitStack()  # what is open so far, should a later step fail
         with self._closing as opened, ThreadPoolExecutor(1) as pool:
             text = pool.submit(self._open_text)
@@ -88,13 +93,14 @@ class Engine:
         self.limit = min(settings.prefill_chunk, self.ctx)
         kind, block = stored_kind(self.checkpoint, g)
         slot = expert_record(kind, g, block).nbytes
-        self.terms = memory.terms(
-            qwen38_program.state_spec(g), ctx=self.ctx,
-            dense=qwen38_layout.dense_bytes(self.checkpoint, g, trunk_int8=settings.trunk_int8),
-            workspace=qwen38_program.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
-        )
-        budget = settings.ram or memory.default_budget()
-        fits = memory.choose_cap(budget, self.terms, layers=g.layers, experts=g.experts, slot_bytes=slot)
+        plan, self.head_line = self._plan_head()
+        try:
+            fits = self._budget(slot, plan)
+        except DoesNotFit:
+            if plan is None or settings.mtp:
+                raise
+            plan, self.head_line = None, "no draft head: the memory budget holds the model only without it"
+            fits = self._budget(slot, plan)
         self.cap = min(settings.cap or fits, fits, g.experts)
         if settings.cap and self.cap < settings.cap < g.experts:
             self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
@@ -103,10 +109,81 @@ class Engine:
         int8_rows = qwen38_layout.int8_rows if settings.trunk_int8 else never
         weights = Weights(self.checkpoint, int8_rows=int8_rows, activations=settings.act)
         self.model = Qwen38(
-            self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit
+            self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit, undo=settings.undo
         )
         opened.callback(self.model.close)
         self.store, self.weights = store, weights
+        self.stores = [store]  # the trunk's, then the head's
+        self.head = None if plan is None else self._open_head(plan, kernels, opened)
+
+    def _budget(self, slot: int, plan: HeadPlan | None) -> int:
+        """Experts a layer that the budget holds beside everything else. Raises DoesNotFit."""
+        g, settings, spec = self.geometry, self.settings, qwen38_program.state_spec(self.geometry)
+        head, each = 0, g.layers * slot
+        if plan is not None:
+            head = plan.nbytes + (settings.mtp_cap or 0) * plan.slot
+            each += 0 if settings.mtp_cap else plan.slot
+        self.terms = memory.terms(
+            spec, ctx=self.ctx, undo=spec.undo_bytes(settings.undo, Speculation.of(settings).deepest), head=head,
+            dense=qwen38_layout.dense_bytes(self.checkpoint, g, trunk_int8=settings.trunk_int8),
+            workspace=qwen38_program.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
+        )
+        budget = settings.ram or memory.default_budget()
+        return memory.choose_cap(budget, self.terms, experts=g.experts, each=each)
+
+    def _plan_head(self) -> tuple[HeadPlan | None, str]:
+        """The head to load, or None and why not. Raises ModelError where one is demanded."""
+        settings = self.settings
+        if settings.mtp is False:
+            return None, "no draft head: left unread (--no-mtp, Q38_MTP=0)"
+        try:
+            plan = plan_head(
+                self.checkpoint, self.geometry, ctx=self.ctx, threads=self.threads, trunk_int8=settings.trunk_int8
+            )
+        except ModelError as error:
+            if settings.mtp:
+                raise
+            return None, f"no draft head: {error.what}"
+        return plan, ""
+
+    def _open_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> Qwen38Head:
+        settings, g = self.settings, self.geometry
+        cap = min(settings.mtp_cap or self.cap, g.experts)
+        store = ExpertStore(self.checkpoint, g, cap, threads=4, layers=(qwen38_layout.HEAD,))
+        opened.callback(store.close)
+        self.stores.append(store)
+        self.head_line = (
+            f"draft head: wiring {settings.mtp_wiring}, RoPE base {plan.theta:,.0f}, {size(plan.nbytes)} resident "
+            f"besides experts {plan.kind}, {cap} of {g.experts} in memory"
+        )
+        self.vocabulary = None if settings.mtp_dump else self._open_vocabulary()
+        return Qwen38Head(
+            g, self.weights, self.model.lm_head, store, kernels, self.team, ctx=self.ctx, wiring=settings.mtp_wiring,
+            theta=plan.theta, vocabulary=self.vocabulary, dump=_open_dump(settings.mtp_dump, opened),
+        )
+
+    def _open_vocabulary(self) -> Vocabulary | None:
+        """The tokens the head scores; None where it scores all."""
+        settings, vocab = self.settings, self.geometry.vocab
+        if not 0 < settings.mtp_vocab < vocab:
+            return None
+        path, off = usage_path(self.model_path, settings)
+        if path is None:
+            self.notes.append(off)
+            return None
+        vocabulary = Vocabulary(vocab, settings.mtp_vocab, path)
+        self.notes += vocabulary.notes
+        vocabulary.notes.clear()
+        return vocabulary
+
+    def save_history(self) -> list[str]:
+        """Write what was learned for later runs (USAGE_SAVE=0: nothing); says what could not be written."""
+        if self.vocabulary is None or not self.settings.usage_save:
+            return []
+        self.vocabulary.save()
+        notes = list(self.vocabulary.notes)
+        self.vocabulary.notes.clear()
+        return notes
 
     def geometry_facts(self) -> dict[str, Any]:
         """The geometry as plain JSON values."""
@@ -118,10 +195,12 @@ class Engine:
         return (
             f"coli {self.name} · {self.model_path.name} ({size(self.checkpoint.nbytes)}) · "
             f"experts {self.store.record.kind}, {self.cap} of {self.geometry.experts} a layer in memory · "
-            f"dense weights {dense} · context {self.ctx:,} · {self.threads} thread{'s' * (self.threads > 1)}"
+            f"dense weights {dense} · context {self.ctx:,} · {self.threads} thread{'s' * (self.threads > 1)}\n"
+            f"{self.head_line}"
         )
 
     def close(self) -> None:
+        self.save_history()
         self._closing.close()
         self.checkpoint.close()
 
@@ -130,6 +209,16 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open_dump(path: Path | None, opened: ExitStack) -> BinaryIO | None:
+    if path is None:
+        return None
+    try:
+        return opened.enter_context(open(path, "ab"))
+    except OSError as error:
+        hint = "give a file in a folder you may write"
+        raise UsageError(f"cannot write {path}: {error.strerror}", "Q38_MTP_DUMP", hint) from error
 
 
 def _context(settings: Settings, geometry: Geometry) -> int:

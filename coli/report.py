@@ -1,4 +1,5 @@
-"""What one answer cost: the numbers a run ends with, as one JSON document and as two lines for a person.
+"""What one answer cost: the numbers a run ends with, as one JSON document and as two lines for a person (and those of
+coli/speculation/report.py, where there was drafting).
 
 Idea: the session fills one frozen RunReport; commands only choose a form. `to_json()` is a public shape (its keys are
 pinned by tests/cli/test_report.py), `lines()` is prose and may change.
@@ -10,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coli.speculation.report import SpeculationReport
 
 _ENDINGS = {"stop": "the model ended it", "length": "the token limit ended it", "cancelled": "cancelled"}
 
@@ -52,7 +56,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One answer. `finish_reason` is "stop", "length" or "cancelled"."""
+    """One answer. `finish_reason` is "stop", "length" or "cancelled"; `speculation` is None for plain decoding."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -63,6 +67,7 @@ class RunReport:
     peak_rss_bytes: int
     experts: Experts
     model: ModelFacts
+    speculation: SpeculationReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document of `coli run --json`."""
@@ -76,12 +81,13 @@ class RunReport:
             "memory": {"peak_rss_bytes": self.peak_rss_bytes},
             "experts": asdict(self.experts),
             "model": {"path": self.model.path, "engine": self.model.engine, "geometry": dict(self.model.geometry)},
-            "speculation": None,
+            "speculation": None if self.speculation is None else self.speculation.to_json(),
         }
 
     def lines(self) -> list[str]:
         """The summary for stderr."""
         t, e = self.timings, self.experts
+        drafting = [] if self.speculation is None else self.speculation.lines()
         return [
             f"first token {t.ttft_s:.2f} s after {t.load_s:.2f} s of loading · "
             f"prefill {count(self.prompt_tokens, 'token')}, {t.prefill_tok_s:.1f} tok/s · "
@@ -89,6 +95,7 @@ class RunReport:
             f"{_ENDINGS.get(self.finish_reason, self.finish_reason)}",
             f"experts {count(e.hits, 'hit')}, {count(e.misses, 'miss', 'misses')}, {size(e.bytes_read)} read · "
             f"peak memory {size(self.peak_rss_bytes)}",
+            *drafting,
         ]
 
 

@@ -8,7 +8,7 @@ between tokens. The first cause to end an answer wins: stop token, stop string, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,9 @@ from coli.engine import Engine
 from coli.errors import PromptTooLong, UsageError
 from coli.report import Experts, ModelFacts, RunReport, Timings, rate
 from coli.sampling import Sampler, Sampling
+from coli.speculation.decoder import Decoder, Trace
+from coli.speculation.options import Speculation
+from coli.state import State
 from coli.stream import TextStream
 
 
@@ -66,10 +69,22 @@ class _Turn:
 class Session:
     """Answers requests one after another on its own state."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, speculation: Speculation | None = None, *, trace: Trace | None = None,
+        reference: Sequence[int] | None = None, state: State | None = None,
+    ) -> None:  # fmt: skip
+        """`speculation`: what to draft with, the settings' own by default; `trace` is given a record of every verify;
+        `reference`: prompt and answer that the FORCE modes draft from; `state`: that of a session which answers at
+        other times, to share its memory."""
         self.engine = engine
-        self.state = engine.model.new_state()
+        self.state = engine.model.new_state() if state is None else state
+        self.decoder = Decoder(
+            engine.model, self.state, speculation or Speculation.of(engine.settings), engine=engine.name,
+            vocab=engine.geometry.vocab, head=engine.head, vocabulary=engine.vocabulary, reference=reference,
+            trace=trace,
+        )  # fmt: skip
         self.last_logits: np.ndarray | None = None  # that the last token was picked from
+        self.seed: int | None = None  # of the last answer's sampler; None when it was greedy
         self.report: RunReport | None = None
         self._cancelled = False
 
@@ -80,20 +95,23 @@ class Session:
     def generate(self, request: Request) -> Iterator[str]:
         """Yield the answer's text in pieces; `report` is there when the iterator has ended, however it ended."""
         turn = _Turn(request, self.engine, self._limit(request))
-        self.state.reset()
+        self.seed = turn.sampler.seed
+        self.decoder.reset()
+        self.decoder.begin(request.prompt_ids, most=turn.limit)
         self._cancelled, self.report = False, None
         before = self._expert_counts()
         try:
             logits = self._prefill(turn)
             turn.prefilled = time.perf_counter()
             while logits is not None and not self._cancelled:
-                self.last_logits = logits
+                self.last_logits = logits.copy()  # the next forward overwrites them
                 yield from filter(None, [turn.pick(logits)])
-                if turn.reason:
+                if turn.reason or self._cancelled:
                     break
-                logits = self.engine.model.forward(turn.ids[-1:], self.state).logits[0]
+                logits = self.decoder.feed(turn.ids[-1])
             yield from filter(None, [turn.stream.flush()])
         finally:
+            self.decoder.finish()
             self.report = self._report(turn, before)
 
     def _limit(self, request: Request) -> int:
@@ -116,13 +134,13 @@ class Session:
         for at in range(0, len(ids), size):
             if self._cancelled:
                 return None
-            logits = self.engine.model.forward(ids[at : at + size], self.state).logits[-1]
+            logits = self.decoder.prefill(ids[at : at + size])
             turn.prompt_read = self.state.length
         return logits
 
     def _expert_counts(self) -> tuple[int, int, int]:
-        store = self.engine.store
-        return store.hits, store.misses, store.bytes_read
+        stores = self.engine.stores
+        return sum(s.hits for s in stores), sum(s.misses for s in stores), sum(s.bytes_read for s in stores)
 
     def _report(self, turn: _Turn, before: tuple[int, int, int]) -> RunReport:
         engine, prompt, answer = self.engine, len(turn.request.prompt_ids), len(turn.ids)
@@ -145,4 +163,5 @@ class Session:
             peak_rss_bytes=memory.peak_rss(),
             experts=Experts(*(now - then for now, then in zip(self._expert_counts(), before, strict=True))),
             model=ModelFacts(str(engine.model_path), engine.name, engine.geometry_facts()),
+            speculation=self.decoder.report(),
         )

@@ -29,6 +29,7 @@ QWEN38 = ("qwen38",)
 ENGINES = ("qwen38",)  # engines this version has
 _OWNED = {"COLI_": "", "Q36_": "qwen36", "Q38_": "qwen38"}  # prefixes we answer for, and the engine that owns them
 GB = 10**9
+_FORCE = ("accept", "mixed", "cycle", "reject", *(f"row{row}" for row in range(1, 9)))
 
 
 # ---- kinds: how a text becomes a value, and the range it must lie in -------------------------------------------------
@@ -91,6 +92,26 @@ class Bit:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """Drafts in every verify, `0..most`; `auto` is another word for 0, which leaves the depth to the gate."""
+
+    most: int
+
+    @property
+    def range(self) -> str:
+        return f"0..{self.most} or auto"
+
+    def parse(self, text: str) -> int:
+        return 0 if text == "auto" else Whole(0, self.most).parse(text)
+
+    def check(self, value: str) -> int:
+        return self.parse(value)  # the flag arrives as text too, for the sake of `auto`
+
+    def show(self, value: int) -> str:
+        return str(value) if value else "auto"
+
+
+@dataclass(frozen=True)
 class Gigabytes:
     """A positive number of GB (10^9 bytes) that becomes whole bytes."""
 
@@ -116,7 +137,7 @@ class Choice:
 
     @property
     def range(self) -> str:
-        return " or ".join(self.words)
+        return " or ".join(filter(None, (", ".join(self.words[:-1]), self.words[-1])))
 
     def parse(self, text: str) -> str:
         return self.check(text)
@@ -167,6 +188,13 @@ class Folder:
 
     def show(self, value: Path) -> str:
         return str(value)
+
+
+@dataclass(frozen=True)
+class File(Folder):
+    """A file, with `~` expanded; it need not exist yet."""
+
+    range: str = "a file"
 
 
 @dataclass(frozen=True)
@@ -228,6 +256,38 @@ class Settings:
     trunk_int8: bool = variable("Q38_TRUNK_CPU_INT8", Bit(), False, "1 quantises dense bf16 weights to int8 rows at "
                                 "load: half the bytes a token, other bits", engines=QWEN38)  # fmt: skip
     prefill_chunk: int = variable("COLI_PREFILL_CHUNK", Whole(1, 512), 128, "prompt tokens computed together")
+    mtp: bool | None = variable("Q38_MTP", Bit(), None, "0 leaves the draft head unread, 1 refuses a checkpoint "
+                                "without one", flag="--mtp", engines=QWEN38,
+                                unset="on where the checkpoint has a head that can run")  # fmt: skip
+    drafts: int = variable("Q38_MTP_DRAFTS", Depth(3), 2, "drafts of the head in every verify; auto (or 0) is the "
+                           "gate's pick", flag="--drafts", engines=QWEN38)  # fmt: skip
+    mtp_vocab: int = variable("Q38_MTP_VOCAB", Whole(0), 16000, "tokens the head scores, the most used ones; 0 is the "
+                              "whole vocabulary", flag="--mtp-vocab", engines=QWEN38)  # fmt: skip
+    mtp_wiring: str = variable("Q38_MTP_WIRING", Choice(("a", "b")), "b", "the head's input norm: b one a stream, a "
+                               "one over the four", engines=QWEN38)  # fmt: skip
+    mtp_cap: int | None = variable("Q38_MTP_CAP", Whole(1), None, "experts of the head kept in memory",
+                                   engines=QWEN38, unset="as many as a layer keeps")  # fmt: skip
+    mtp_pstep: bool = variable("Q38_MTP_PSTEP", Bit(), False, "1 trims each verify's deeper drafts by how sure the "
+                               "head was of them", flag="--pstep", engines=QWEN38)  # fmt: skip
+    mtp_force: str | None = variable("Q38_MTP_FORCE", Choice(_FORCE), None, "tests: the head's drafts come from the "
+                                     "reference of --reference, made wrong as the word says", engines=QWEN38,
+                                     unset="the head's own drafts")  # fmt: skip
+    mtp_dump: Path | None = variable("Q38_MTP_DUMP", File(), None, "the head's logits are appended here, rows of raw "
+                                     "float32", engines=QWEN38, unset="not written")  # fmt: skip
+    lookup: bool = variable("COLI_LOOKUP", Bit(), True, "drafts copied from earlier in the text", flag="--lookup")
+    lookup_drafts: int = variable("COLI_LOOKUP_DRAFTS", Whole(1, 5), 5, "drafts copied at most",
+                                  flag="--lookup-drafts")  # fmt: skip
+    lookup_force: str | None = variable("COLI_LOOKUP_FORCE", Choice(_FORCE), None, "tests: as Q38_MTP_FORCE, for "
+                                        "the copied drafts", unset="the text's own drafts")  # fmt: skip
+    gate: bool = variable("COLI_SPEC_GATE", Bit(), True, "0 verifies every proposal in full, whatever it costs",
+                          flag="--gate")  # fmt: skip
+    vocab_usage: Path | None = variable("COLI_VOCAB_USAGE", File(), None, "token counts that choose the head's "
+                                        "vocabulary", unset="`.coli_vocab` beside the model")  # fmt: skip
+    usage: Path | None = variable("COLI_USAGE", File(), None, "expert history; must not be COLI_VOCAB_USAGE's file",
+                                  unset="none is kept")  # fmt: skip
+    undo: str = variable("COLI_UNDO", Choice(("slots", "log")), "log", "how drafts that did not stand are undone: "
+                         "by copies of the recurrent state, or by a log of what they add")  # fmt: skip
+    usage_save: bool = variable("USAGE_SAVE", Bit(), True, "0 leaves the history files as they are")
     debug: bool = variable("COLI_DEBUG", Bit(), False, "1 prints the traceback of an error")
     env_strict: bool = variable("COLI_ENV_STRICT", Bit(), False, "1 makes an unknown variable an error")
     no_color: bool = variable("NO_COLOR", Present(), False, "no colours on stderr")

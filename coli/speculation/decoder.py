@@ -1,0 +1,351 @@
+"""Decoding behind one door: `feed(token)` returns the logits after it, and nobody outside sees a draft.
+
+The caller picks every token, from the main model's logits alone. A source proposes what may follow; one forward over
+the pick and its k drafts (a *verify*) returns row 0's logits and keeps the other rows'. A later pick that equals the
+next draft is answered from that draft's row without a forward. The first that differs ends the verify: the rows behind
+the last one that stands are undone (`state.keep`), and the next verify starts from the caller's pick.
+Rules, names and constants: spec_decoding.md sections 1 to 5.
+
+Invariants, over any drafts (tests/speculation/test_exactness.py): the logits are those of plain decoding, byte for
+byte; after `finish` so is every byte of state; tokens = forwards + accepted drafts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from coli.speculation.force import forced
+from coli.speculation.gate import Gate
+from coli.speculation.lookup import Lookup
+from coli.speculation.mtp import Head, HeadPlace, MtpSource
+from coli.speculation.options import MOST_MTP_DRAFTS, Speculation
+from coli.speculation.report import SpeculationReport, VocabularyReport, acceptance_warning
+from coli.speculation.tally import Tally
+from coli.state import Snapshot, State
+
+Trace = Callable[[dict[str, Any]], None]
+
+
+class Model(Protocol):
+    """What the decoder asks of a model. `row_bytes`: file bytes each row of the last forward had read."""
+
+    limit: int
+
+    def forward(self, tokens: Any, state: State, want: str = "last", undoable: bool = False) -> Any: ...
+    @property
+    def row_bytes(self) -> np.ndarray: ...
+
+
+class Vocabulary(Protocol):
+    """The list a head scores (coli/speculation/vocabulary.py)."""
+
+    def begin(self, conversation: Sequence[int]) -> None: ...
+    def read(self, tokens: Sequence[int]) -> None: ...
+    def picked(self, token: int) -> None: ...
+    def turn_report(self) -> VocabularyReport: ...
+
+
+@dataclass
+class _Proposal:
+    """Drafts of one source; none for a plain step."""
+
+    source: str | None = None
+    drafts: list[int] = field(default_factory=list)
+    p: list[float] | None = None
+    written: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Shadow:
+    """Copied drafts that no verify carried. The picks show all the same how many would have stood, which keeps the
+    gate's word of the lookup fresh without a single probe; no report counts them."""
+
+    drafts: list[int]
+    accepted: int = 0
+
+
+@dataclass
+class _Verify:
+    """The last forward: its drafts, how many stood so far, and what is kept of it until it settles."""
+
+    pick: int
+    position: int
+    proposal: _Proposal
+    logits: np.ndarray  # of the rows that are numbers
+    streams: np.ndarray
+    seconds: float
+    bytes: np.ndarray  # by row
+    accepted: int = 0
+
+    @property
+    def next(self) -> int | None:
+        """The draft that the next pick settles; None behind the last whose row is numbers: what plain decoding might
+        never ask for must not be answered, and where it does ask it fails as plain decoding does."""
+        return self.proposal.drafts[self.accepted] if self.accepted + 1 < len(self.logits) else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a decoder stood between two turns. K/V and index keys stay where they are until overwritten."""
+
+    trunk: Snapshot
+    head: HeadPlace | None
+
+
+class Decoder:
+    """Decodes one sequence; `state` is the trunk's. Made once a session: the gate's averages live as long."""
+
+    def __init__(self, model: Model, state: State, options: Speculation, *, engine: str = "", vocab: int = 0,
+                 head: Head | None = None, vocabulary: Vocabulary | None = None,
+                 reference: Sequence[int] | None = None, trace: Trace | None = None) -> None:
+        self.model, self.state, self.options = model, state, options
+        self.gate = Gate()
+        self.mtp = MtpSource(head) if head is not None and options.mtp else None
+        self.lookup = Lookup() if options.lookup else None
+        self._wiring = head.wiring if head is not None else ""
+        self._vocabulary = vocabulary if self.mtp is not None else None
+        self._engine, self._vocab, self._reference, self._trace = engine, vocab, reference, trace
+        self._verify: _Verify | None = None
+        self._start_turn()
+
+    def _start_turn(self) -> None:
+        self._tallies = {"mtp": Tally("mtp"), "lookup": Tally("lookup")}
+        self._tokens = self._forwards = self._bytes = self._rejected_bytes = self._rejected_rows = 0
+        self._most: int | None = None  # tokens the caller may pick in this turn
+        self._mid_verify = self._no_memory = False
+        self._shadow: _Shadow | None = None
+        self.gate.turn()
+
+    # ---- the caller's side
+    def reset(self) -> None:
+        """Back to an empty sequence."""
+        self._verify = None
+        self.state.reset()
+        if self.mtp is not None:
+            self.mtp.reset()
+        if self.lookup is not None:
+            self.lookup.reset()
+
+    def copy(self) -> Place:
+        """The place between two turns, behind what was read or fed last. Raises ValueError inside a turn."""
+        if self._verify is not None:
+            raise ValueError("copy() is for between turns: finish() first")
+        return Place(self.state.copy(), None if self.mtp is None else self.mtp.copy())
+
+    def load(self, place: Place) -> None:
+        """Return to a place of this sequence whose K/V rows are still there."""
+        self._verify = None
+        self.state.load(place.trunk)
+        if self.mtp is not None and place.head is not None:
+            self.mtp.load(place.head)
+        if self.lookup is not None:
+            self.lookup.reset(place.trunk.tokens.tolist())
+
+    def begin(self, prompt: Sequence[int], most: int | None = None) -> None:
+        """A turn with this whole prompt starts: its counters, and the list the head scores. `most`: tokens the caller
+        will pick at most; nobody asks for logits after the last, so none are drafted."""
+        self._start_turn()
+        self._most = most
+        if self._vocabulary is not None:
+            self._vocabulary.begin(prompt)
+
+    def prefill(self, tokens: Any) -> np.ndarray:
+        """Append at most `model.limit` prompt tokens; logits [vocab] of the last."""
+        if len(tokens) > self.model.limit:
+            raise ValueError(f"{len(tokens)} tokens in a chunk of {self.model.limit}")
+        answer = self.model.forward(tokens, self.state)
+        ids = np.asarray(tokens).tolist()
+        if self.lookup is not None:
+            for at, token in enumerate(ids, self.state.length - len(ids)):
+                self.lookup.push(token, at)
+        if self.mtp is not None:
+            self.mtp.note(self.state, answer.streams)
+        if self._vocabulary is not None:
+            self._vocabulary.read(ids)
+        return answer.logits[-1]
+
+    def feed(self, token: int) -> np.ndarray:
+        """Logits [vocab] after `token`: a view that holds until the next call."""
+        self._tokens += 1
+        if self.lookup is not None:
+            self.lookup.push(token, self._position())
+        if self._vocabulary is not None:
+            self._vocabulary.picked(token)
+        if self._shadow is not None:
+            self._judge(self._shadow, token)
+        verify = self._verify
+        if verify is not None:
+            draft = verify.next
+            if draft == token:
+                verify.accepted += 1
+                return verify.logits[verify.accepted]
+            self._settle(verify, rejected=draft is not None)
+        return self._forward(token, self._propose(token))
+
+    def _position(self) -> int:
+        """Where the token being fed goes."""
+        verify = self._verify
+        return self.state.length if verify is None else verify.position + 1 + verify.accepted
+
+    def _judge(self, shadow: _Shadow, token: int) -> None:
+        stands = shadow.drafts[shadow.accepted] == token
+        shadow.accepted += stands
+        if not stands or shadow.accepted == len(shadow.drafts):
+            self._shadow = None
+            self.gate.result("lookup", shadow.accepted + (not stands), shadow.accepted)
+
+    def finish(self) -> None:
+        """End the turn: drafts nobody asked for are undone."""
+        verify = self._verify
+        if verify is not None:
+            self._mid_verify = verify.accepted < len(verify.proposal.drafts)
+            self._settle(verify, rejected=False, ended=True)
+
+    # ---- a forward and its end
+    def _forward(self, token: int, proposal: _Proposal) -> np.ndarray:
+        if proposal.drafts and not self.state.reserve(len(proposal.drafts)):
+            proposal.drafts, proposal.source = [], None  # no memory to undo them: this step runs plain
+            self._no_memory = True
+        rows, position = 1 + len(proposal.drafts), self.state.length
+        start = time.perf_counter()
+        answer = self.model.forward([token, *proposal.drafts], self.state, want="all", undoable=rows > 1)
+        seconds = time.perf_counter() - start
+        self._forwards += 1
+        self.gate.forward(rows, seconds)
+        read = self.model.row_bytes[:rows].copy()
+        self._bytes += int(read.sum())
+        logits, streams = answer.logits, answer.streams
+        if rows > 1:  # they are asked for later: other sequences may use the model's buffers meanwhile
+            logits = logits.copy()
+        self._verify = _Verify(token, position, proposal, logits, streams.copy(), seconds, read)
+        return logits[0]
+
+    def _settle(self, verify: _Verify, *, rejected: bool, ended: bool = False) -> None:
+        """The verify is over: undo what does not stand, tell the sources and the gate."""
+        self._verify = None
+        drafts, accepted, source = verify.proposal.drafts, verify.accepted, verify.proposal.source
+        standing, judged = 1 + accepted, accepted + rejected
+        undone = int(verify.bytes[standing:].sum())
+        if len(verify.bytes) > 1:
+            self.state.keep(standing)
+        if source is not None:
+            self._tallies[source].settled(len(drafts), accepted, judged)
+            if verify.proposal.p is not None:
+                self.gate.result_p(source, verify.proposal.p, judged, accepted)
+            else:
+                self.gate.result(source, judged, accepted)
+            self._rejected_rows += len(verify.bytes) - standing
+            self._rejected_bytes += undone
+        if self.mtp is not None:
+            self.mtp.note(self.state, verify.streams[:standing])
+        if self._trace is not None:
+            self._trace({
+                "position": verify.position, "source": source, "k": len(drafts), "written": verify.proposal.written,
+                "p": verify.proposal.p, "drafts": list(drafts), "accepted": accepted, "judged": judged,
+                "seconds": verify.seconds, "draft_seconds": verify.proposal.seconds,
+                "bytes": int(verify.bytes.sum()), "rejected_bytes": undone, "pick": verify.pick, "ended": ended,
+            })  # fmt: skip
+
+    # ---- proposals
+    def _propose(self, token: int) -> _Proposal:
+        """What the next verify carries: the source of the higher value, the longer on a tie (section 3)."""
+        room = self.state.ctx - self.state.length - 1
+        if self._most is not None:
+            room = min(room, self._most - self._tokens - 1)
+        if room < 1:
+            return _Proposal()
+        copied, copied_k, copied_value = self._look_up(room)
+        depth, value = self._depth(room)
+        if copied_k and (not depth or (copied_value, copied_k) > (value, depth)):
+            if depth:
+                self.gate.outdone("mtp")
+            self._shadow = None
+            return _Proposal("lookup", copied[:copied_k], written=len(copied))
+        if copied_k:
+            self.gate.outdone("lookup")
+        if copied and self._shadow is None:
+            self._shadow = _Shadow(copied)
+        return self._draft(token, depth) if depth else _Proposal()
+
+    def _look_up(self, room: int) -> tuple[list[int], int, float]:
+        """(proposal, how much of it is worth carrying, its value)."""
+        if self.lookup is None:
+            return [], 0, 0.0
+        most = min(self.options.lookup_drafts, room)
+        drafts = self._forced("lookup", self.options.lookup_force, most)
+        if drafts is None:
+            drafts = self.lookup.propose(most)
+        if not drafts:
+            return [], 0, 0.0
+        self._tallies["lookup"].wrote(len(drafts))
+        if not self.options.gate:
+            return drafts, len(drafts), self.gate.value("lookup", len(drafts))
+        k, value = self.gate.pick("lookup", len(drafts))
+        return drafts, k, value
+
+    def _depth(self, room: int) -> tuple[int, float]:
+        """(drafts the head shall write, their value)."""
+        if self.mtp is None or self.mtp.warning is not None:
+            return 0, 0.0
+        most = min(self.options.drafts or MOST_MTP_DRAFTS, room)
+        if self.options.drafts or not self.options.gate:
+            return most, self.gate.value("mtp", most)
+        return self.gate.pick("mtp", most)
+
+    def _draft(self, token: int, depth: int) -> _Proposal:
+        assert self.mtp is not None
+        fixed = self._forced("mtp", self.options.mtp_force, depth)
+        if fixed is not None:
+            if not fixed:
+                return _Proposal()
+            depth = len(fixed)
+        trims = self.options.pstep and self.options.gate and self.options.drafts >= 2
+        more = (lambda p: self.gate.deeper_p("mtp", p)) if trims else None
+        written = self.mtp.write(self.state, token, depth, forced=fixed, more=more)
+        if written is None:
+            return _Proposal()
+        self._bytes += written.bytes
+        self.gate.first_cost("mtp", written.first_s)
+        if len(written.tokens) > 1:
+            self.gate.draft_cost("mtp", written.deeper_s / (len(written.tokens) - 1))
+        self._tallies["mtp"].wrote(len(written.tokens))
+        kept = self.gate.pick_p("mtp", written.p, fixed=depth)[0] if trims else len(written.tokens)
+        return _Proposal("mtp" if kept else None, written.tokens[:kept], written.p[:kept], len(written.tokens),
+                         written.first_s + written.deeper_s)  # fmt: skip
+
+    def _forced(self, source: str, mode: str | None, most: int) -> list[int] | None:
+        if mode is None or self._reference is None:
+            return None
+        verifies = self._tallies[source].verifies
+        return forced(mode, verifies, self._reference, self.state.length, most, self._vocab)
+
+    # ---- what it brought
+    def report(self) -> SpeculationReport | None:
+        """Counters of the turn, complete after `finish`; None when there is nothing to draft with."""
+        if self.mtp is None and self.lookup is None:
+            return None
+        tallies = {
+            name: self._tallies[name].report(self.gate.declined(name), self.gate.probes(name)) if source else None
+            for name, source in (("mtp", self.mtp), ("lookup", self.lookup))
+        }
+        mtp = tallies["mtp"]
+        warnings = [
+            self.mtp.warning if self.mtp is not None else None,
+            acceptance_warning(mtp.drafts, mtp.accepted) if mtp is not None and not self.options.mtp_force else None,
+            "some steps ran plain: no memory to undo their drafts" if self._no_memory else None,
+        ]
+        return SpeculationReport(
+            engine=self._engine, tokens=self._tokens, forwards=self._forwards, mtp=mtp, lookup=tallies["lookup"],
+            gate=self.gate.describe(), gate_on=self.options.gate, fixed_depth=self.options.drafts,
+            wiring=self._wiring, mtp_force=self.options.mtp_force, lookup_force=self.options.lookup_force,
+            ended_mid_verify=self._mid_verify, expert_bytes=self._bytes, rejected_rows=self._rejected_rows,
+            rejected_bytes=self._rejected_bytes,
+            vocabulary=self._vocabulary.turn_report() if self._vocabulary is not None else None,
+            warnings=tuple(warning for warning in warnings if warning),
+        )  # fmt: skip

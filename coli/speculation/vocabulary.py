@@ -1,0 +1,206 @@
+"""The list of tokens that a draft head scores, and the counts that choose it.
+
+Idea: a head that scores 16,000 tokens instead of 248,320 reads a fifteenth of lm_head for each draft and misses few
+picks, because people and models repeat themselves. The list (spec_decoding.md section 4) holds
+
+    the `size` tokens with the highest counts, the lower id first among equals: without a history the lowest ids, which
+        are a BPE vocabulary's earliest and most frequent merges
+    every token counted at all whose count is at least 3/4 of the last of those
+    every token of the current conversation
+
+and is rebuilt when a request begins and whenever the counts halve; in between, a token that is missing joins at its
+end. What is scored never changes what is emitted: a missing token only turns an accepted draft into a rejected one.
+
+Counts: every prompt token read and every pick adds 1; after 1024 of them all counts halve, the file's phase going on
+from run to run. They are float32: halving is exact, so a token seen once outranks an unseen one until its count leaves
+float32's range 149 halvings later. Held as two arrays, what the file gave and what this process added since, so that
+the second can be put behind a file that has changed meanwhile.
+
+Arrays: `ids` int64 [vocab], `count` of them valid: ascending as rebuilt (good for memory and for the blocks of
+kernels/linear.py), then those that joined. Its address stays the same: the head's program holds it.
+
+File (coli/speculation/counts.py) is saved as if the two runs that overlapped had been one after the other: under a
+lock the file's counts are read again, halved as often as this process's tokens make due behind the file's own phase,
+and this process's own are added. A file that was refused at the start is reported and never replaced.
+
+Guarded by tests/speculation/test_vocabulary.py (a slow model of these rules over random histories; two processes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coli.errors import ColiError
+from coli.models.find import NANO
+from coli.speculation import counts as file
+from coli.speculation.counts import HALVING, Counts
+from coli.speculation.report import VocabularyReport
+
+NAME, EXPERTS = ".coli_vocab", ".coli_usage"  # of this history and of the experts', in the model's folder
+_NEAR = np.float32(0.75)
+
+
+class Vocabulary:
+    """The tokens worth scoring, `size` of `vocab` and some more. Not for use by two threads at once.
+
+    `path`: where counts are kept; None keeps none. `notes` says, each in a line, why a file was not used or written."""
+
+    def __init__(self, vocab: int, size: int, path: Path | None = None) -> None:
+        self.vocab, self.size = vocab, min(max(size, 1), vocab)
+        self.notes: list[str] = []
+        self.ids, self.count = np.zeros(vocab, np.int64), 0
+        self._path = path
+        self._given = Counts.none(vocab)  # what the file held, halved since
+        self._own, self._read = np.zeros(vocab, np.float32), 0  # counts and tokens of this process that no file has
+        self._member = bytearray(vocab)
+        self._mask = np.frombuffer(self._member, np.bool_)
+        self._said = np.zeros(vocab, np.bool_)  # tokens of the conversation
+        self._left = HALVING  # tokens until the counts halve
+        if path is not None:
+            self._open(path)
+        self._choose()
+        self._start_report()
+
+    def _open(self, path: Path) -> None:
+        try:
+            self._take(file.load(path, self.vocab))
+        except ColiError as error:
+            self.notes.append(f"{error}; the draft vocabulary starts without a history and will not be saved")
+            self._path = None
+
+    def _take(self, counts: Counts) -> None:
+        self._given, self._left = counts, HALVING - counts.phase
+        self._own, self._read = np.zeros(self.vocab, np.float32), 0
+
+    # ---- the turn ------------------------------------------------------------------------------------------------
+
+    def begin(self, conversation: Sequence[int] | np.ndarray) -> None:
+        """A request starts: the list is rebuilt around its `conversation` (prompt tokens, restored ones too)."""
+        self._said[:] = False
+        self._said[np.asarray(conversation, np.int64)] = True
+        self._rebuild()
+
+    def read(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Count prompt tokens that were computed (not restored); they are part of the conversation."""
+        ids = np.asarray(tokens, np.int64)
+        self._said[ids] = True
+        for at in self._pieces(len(ids)):
+            np.add.at(self._own, ids[at], np.float32(1))
+            self._counted(len(ids[at]))
+        for token in np.unique(ids[~self._mask[ids]]).tolist():
+            self._join(token)
+
+    def _pieces(self, count: int) -> Iterable[slice]:
+        """`count` tokens in pieces that end where the counts halve."""
+        at = 0
+        while at < count:
+            piece = slice(at, min(at + self._left, count))
+            at = piece.stop
+            yield piece
+
+    def picked(self, token: int) -> None:
+        """Count a pick; it joins the list when it is missing."""
+        self._picks += 1
+        self._sizes += self.count
+        if self._member[token]:
+            self._inside += 1
+        else:
+            self._join(token)
+        self._own[token] += 1
+        self._said[token] = True
+        self._counted(1)
+
+    def _join(self, token: int) -> None:
+        self.ids[self.count] = token
+        self.count += 1
+        self._member[token] = 1
+        self._appended += 1
+
+    def _counted(self, tokens: int) -> None:
+        """These tokens, no more than are left, were added; the counts halve when they were the last."""
+        self._left -= tokens
+        self._read += tokens
+        if self._left == 0:
+            self._given.values[:] *= np.float32(0.5)
+            self._own *= np.float32(0.5)
+            self._left = HALVING
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._choose()
+        self._rebuilds += 1
+
+    def _choose(self) -> None:
+        """Write the list that counts and conversation give."""
+        mask, counts = self._mask, self._given.values + self._own
+        seen = counts[counts > 0]
+        last = np.float32(0)
+        if len(seen) >= self.size:
+            last = np.partition(seen, len(seen) - self.size)[len(seen) - self.size]
+        np.greater(counts, last, out=mask)
+        ties = np.flatnonzero(counts == last)[: self.size - int(np.count_nonzero(mask))]
+        if last > 0:
+            mask |= counts >= last * _NEAR
+        mask[ties] = True
+        mask |= self._said
+        ids = np.flatnonzero(mask)
+        self.count = len(ids)
+        self.ids[: self.count] = ids
+
+    # ---- the report and the file ---------------------------------------------------------------------------------
+
+    def _start_report(self) -> None:
+        self._picks = self._inside = self._sizes = self._appended = self._rebuilds = 0
+
+    def turn_report(self) -> VocabularyReport:
+        """What happened since the last report: `inside` counts picks that were on the list when they were picked."""
+        size = self._sizes / self._picks if self._picks else float(self.count)
+        report = VocabularyReport(size, self._inside, self._picks, self._appended, self._rebuilds, self.vocab)
+        self._start_report()
+        return report
+
+    def save(self) -> None:
+        """Add what was counted since the last save to the file. What prevents it becomes a note: nothing else is
+        lost by it."""
+        if self._path is None or not self._read:
+            return
+        try:
+            self._take(file.update(self._path, self.vocab, lambda counts: counts.plus(self._own, self._read)))
+        except ColiError as error:
+            self.notes.append(f"{error}; the draft vocabulary's counts of this run are not saved")
+
+
+def usage_path(model_folder: Path, settings: Any) -> tuple[Path | None, str]:
+    """(file of the counts, ""), or (None, why there can be no list).
+
+    `settings.vocab_usage` when given, else `.coli_vocab` in the model's folder, or a state folder of the user's where
+    that is read-only or the shipped model's. None when it would be the history of the experts (`settings.usage`)."""
+    path = settings.vocab_usage or _default(model_folder)
+    if _same(path, settings.usage or model_folder / EXPERTS):
+        return None, (
+            f"the draft vocabulary's list is off: {path} is the expert history's file (COLI_USAGE) as well; "
+            "COLI_VOCAB_USAGE names another"
+        )
+    return path, ""
+
+
+def _default(folder: Path) -> Path:
+    if os.access(folder, os.W_OK) and not _same(folder, NANO):
+        return folder / NAME
+    import platformdirs
+
+    name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:20]
+    return Path(platformdirs.user_state_dir("coli")) / "vocabulary" / (name + NAME)
+
+
+def _same(a: Path, b: Path) -> bool:
+    try:
+        return os.path.samefile(a, b)
+    except OSError:  # one of them is not there yet
+        return os.path.realpath(a) == os.path.realpath(b)
