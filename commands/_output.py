@@ -35,7 +35,7 @@ class Output:
         self._transient = False  # a progress line stands on the terminal
         self._stage = ""
         self._open = False  # the result's last line on stdout has no end yet
-        _check_file(file) if file is not None else _check_stdout()
+        check_file(file) if file is not None else _check_stdout()
 
     # ---- stdout --------------------------------------------------------------------------------------------------
 
@@ -136,11 +136,11 @@ def _beside(target: Path) -> Any:
     return open(target.parent / f".{target.name[:200]}.{os.getpid()}.part", "x", encoding="utf-8", newline="")
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path, flag: str = "--output") -> None:
     """Raise UsageError unless `path` can be written, by trying."""
     try:
         if path.is_dir():
-            raise UsageError("is a folder", f"--output {path}", "give a file")
+            raise UsageError("is a folder", f"{flag} {path}", "give a file")
         if path.exists() and not path.is_file():
             return
         with _beside(Path(os.path.realpath(path))) as place:
@@ -148,7 +148,7 @@ def _check_file(path: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         hint = "give a file in a folder you may write"
-        raise UsageError(f"cannot write: {reason}", f"--output {path}", hint) from error
+        raise UsageError(f"cannot write: {reason}", f"{flag} {path}", hint) from error
 
 
 def _check_stdout() -> None:

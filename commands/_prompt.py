@@ -24,7 +24,7 @@ def gather(words: list[str], file: Path | None, *, raw: bool, note: Callable[[st
     dash = words == ["-"]
     parts = [] if dash or not words else [text_of(" ".join(words), "PROMPT")]
     if file is not None:
-        parts.append(_trim(_decode(_read_file(file), f"--file {file}"), raw))
+        parts.append(text_in(file, "--file", raw=raw))
     if dash or _piped(alone=not parts):
         parts.append(_trim(_decode(_read_stdin(note), "stdin"), raw))
     elif not parts:
@@ -41,6 +41,11 @@ def text_of(argument: str, where: str) -> str:
     return _decode(os.fsencode(argument), where)
 
 
+def text_in(file: Path, flag: str, *, raw: bool = False) -> str:
+    """A file's text. Raises UsageError for an unreadable one and for bad UTF-8."""
+    return _trim(_decode(_read_file(file, flag), f"{flag} {file}"), raw)
+
+
 def _decode(data: bytes, where: str) -> str:
     from coli.tokenizer import decode_prompt
 
@@ -51,12 +56,12 @@ def _trim(text: str, raw: bool) -> str:
     return text if raw else text.removesuffix("\n").removesuffix("\r")
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(path: Path, flag: str) -> bytes:
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read: {reason}", f"--file {path}", "give a file of UTF-8 text") from error
+        raise UsageError(f"cannot read: {reason}", f"{flag} {path}", "give a file of UTF-8 text") from error
 
 
 def _piped(*, alone: bool) -> bool:

@@ -1,28 +1,35 @@
 """`coli run`: one prompt in, one answer out.
 
-Order of work: everything that can be wrong without a model (flags, variables, prompt, output file) is checked first,
-then the engine opens, then the answer streams. Ctrl-C and SIGTERM end the answer, not the report: the text so far
-stays, the exit code says what happened.
+Order of work: everything that can be wrong without a model (flags, variables, prompt, files) is checked first, then the
+engine opens, then the answer streams. Ctrl-C and SIGTERM end the answer, not the report: the text so far stays, the
+exit code says what happened.
+Two ways to have the answer proved: `--check` decodes it once more without drafts, `--reference` answers the prompt of a
+file and compares. A difference is a CheckFailed after everything else has been said.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coli.commands import _options
-from coli.errors import Exit, UsageError
+from coli.commands import _options, _speculation
+from coli.errors import CheckFailed, Exit, UsageError
 
 if TYPE_CHECKING:
+    from coli.check import Difference, Floats
     from coli.commands._output import Output
     from coli.engine import Engine
+    from coli.reference import Comparison, Reference
     from coli.report import RunReport
     from coli.sampling import Sampling
     from coli.session import Request
     from coli.settings import Settings
+    from coli.trace import Writer
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -36,6 +43,25 @@ class Ask:
     max_tokens: int | None
     stop: tuple[str, ...]
     sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Form:
+    """What becomes of the answer: one document or text, a trace of its forwards, a second run without drafts."""
+
+    as_json: bool
+    trace: Path | None
+    check: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a session leaves of its answer; `code` is the exit code of the signal that cut it short, or OK."""
+
+    report: RunReport
+    last_logits: Floats | None
+    seed: int | None
+    code: int
 
 
 def run(
@@ -73,6 +99,19 @@ def run(
     cap: _options.Cap = None,
     ram: _options.Ram = None,
     threads: _options.Threads = None,
+    mtp: _speculation.Mtp = None,
+    drafts: _speculation.Drafts = None,
+    mtp_vocab: _speculation.MtpVocab = None,
+    pstep: _speculation.Pstep = None,
+    lookup: _speculation.Lookup = None,
+    lookup_drafts: _speculation.LookupDrafts = None,
+    gate: _speculation.Gate = None,
+    trace: _speculation.Trace = None,
+    check: Annotated[bool, typer.Option("--check", help="Decode again without drafts and compare: exit 6.")] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", metavar="FILE", help="Answer the prompt of a reference and compare: exit 6."),
+    ] = None,
     json: _options.Json = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the result to a file, not to stdout.")
@@ -80,28 +119,61 @@ def run(
     quiet: _options.Quiet = False,
 ) -> None:
     """Answer one prompt. The text goes to stdout, everything else to stderr."""
-    from coli.commands._output import Output
-    from coli.commands._prompt import gather, text_of
+    from coli.commands._output import Output, check_file
 
-    settings, warnings = _options.settings(model=model, ctx=ctx, cap=cap, ram=ram, threads=threads)
+    settings, warnings = _options.settings(
+        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, mtp=mtp, drafts=drafts, mtp_vocab=mtp_vocab,
+        mtp_pstep=pstep, lookup=lookup, lookup_drafts=lookup_drafts, gate=gate,
+    )  # fmt: skip
     out = Output(quiet=quiet, color=not settings.no_color, file=output)
     out.lines(warnings)
+    if trace is not None:
+        check_file(trace, "--trace")
     sampling = _sampling(
         temperature=temp, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
-    _check_template_flags(raw, system=system, think=think, effort=effort)
-    for text in stop or ():
+    ask = Ask("", raw, system, think, effort, max_tokens, tuple(stop or ()), sampling)
+    asked: Ask | Reference
+    if reference is not None:
+        asked = _reference(reference, words, file, ask)
+    else:
+        _speculation.check_force(settings)
+        asked = _question(ask, words or [], file, out)
+    code = _answer(asked, settings, out, Form(json, trace, check))
+    if code:
+        raise typer.Exit(code)
+
+
+def _question(ask: Ask, words: list[str], file: Path | None, out: Output) -> Ask:
+    """`ask` with its prompt. Raises UsageError for what is wrong with either."""
+    from coli.commands._prompt import gather, text_of
+
+    _check_template_flags(ask.raw, system=ask.system, think=ask.think, effort=ask.effort)
+    for text in ask.stop:
         if not text:
             raise UsageError("an empty text stops every answer", "--stop", "give the text to end before")
         text_of(text, "--stop")
-    if system is not None:
-        text_of(system, "--system")
-    prompt = gather(words or [], file, raw=raw, note=out.note)
-    ask = Ask(prompt, raw, system, think, effort, max_tokens, tuple(stop or ()), sampling)
-    code = _answer(ask, settings, out, as_json=json)
-    if code:
-        raise typer.Exit(code)
+    if ask.system is not None:
+        text_of(ask.system, "--system")
+    return replace(ask, prompt=gather(words, file, raw=ask.raw, note=out.note))
+
+
+def _reference(path: Path, words: list[str] | None, file: Path | None, ask: Ask) -> Reference:
+    """The reference to answer. Raises UsageError where something else says what to answer, or how."""
+    from coli.reference import Reference
+    from coli.sampling import Sampling
+
+    others = {
+        "a prompt": words, "--file": file, "--raw": ask.raw, "--system": ask.system is not None,
+        "--think": ask.think is not None, "--effort": ask.effort is not None, "--max-tokens": ask.max_tokens,
+        "--stop": ask.stop, "sampling": ask.sampling != Sampling(),
+    }  # fmt: skip
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None:
+        raise UsageError(f"brings its own prompt and is answered greedily, to its last token, so {given} cannot be "
+                         "given", "--reference", "give one of the two")  # fmt: skip
+    return Reference.load(path)
 
 
 def _sampling(**values: Any) -> Sampling:
@@ -121,30 +193,68 @@ def _check_template_flags(raw: bool, **flags: Any) -> None:
         raise UsageError("goes into the chat template, which --raw leaves out", given[0], "give one of the two")
 
 
-def _answer(ask: Ask, settings: Settings, out: Output, *, as_json: bool) -> int:
-    """Open the engine, stream the answer, print the report; returns the exit code."""
+def _answer(asked: Ask | Reference, settings: Settings, out: Output, form: Form) -> int:
+    """Open the engine, stream the answer, print reports and proofs; returns the exit code."""
     from coli.engine import Engine
+    from coli.speculation.options import Speculation
+    from coli.trace import Writer
 
-    engine = Engine.open(settings, on_progress=out.progress)
-    try:
+    with ExitStack() as opened:
+        trace = opened.enter_context(Writer(form.trace)) if form.trace is not None else None
+        engine = Engine.open(settings, on_progress=out.progress)
+        opened.callback(engine.close)
         out.done()
         if settings.model is None:
             out.note(_options.NO_MODEL)
         out.lines(engine.notes)
         out.note(engine.banner())
-        report, code = _generate(engine, request(ask, engine, out), out, stream=not as_json)
-        out.document(report.to_json()) if as_json else out.text(report.text, streamed=True)
-        out.lines(report.lines())
+        if trace is not None:
+            trace.start(model=engine.model_path.name, engine=engine.name, threads=engine.threads,
+                        speculation=Speculation.of(settings))  # fmt: skip
+        if isinstance(asked, Ask):
+            code = _one(engine, request(asked, engine, out), out, form, trace)
+        else:
+            asked.fit(engine.geometry.vocab, engine.ctx)
+            code = _one(engine, asked.request(), out, form, trace, asked)
+        out.lines(engine.save_history())
         return code
-    finally:
-        engine.close()
 
 
-def _generate(engine: Engine, asked: Request, out: Output, *, stream: bool) -> tuple[RunReport, int]:
+def _one(
+    engine: Engine, asked: Request, out: Output, form: Form, trace: Writer | None, reference: Reference | None = None
+) -> int:
+    """One answer with its proofs. Raises CheckFailed when one of them fails."""
+    answer = _generate(engine, asked, out, trace, reference, stream=not form.as_json and reference is None)
+    report = answer.report
+    if not form.as_json and reference is None:
+        out.text(report.text, streamed=True)
+    out.lines(report.lines())
+    document, compared, difference = report.to_json(), None, None
+    if reference is not None:
+        compared = _compare(engine, asked, answer, reference)
+        document["reference"] = compared.to_json()
+    if form.check:
+        difference = _check(engine, asked, answer, out)
+        document["check"] = {"tokens": len(report.token_ids), "difference": difference and difference.to_json()}
+    if form.as_json:
+        out.document(document)
+    elif compared is not None:
+        out.text("\n".join(compared.lines()))
+    if difference is not None:
+        raise CheckFailed(str(difference), "--check")
+    if reference is not None and compared is not None and not compared.same and not answer.code:
+        raise CheckFailed(f"{compared.lines()[0]}: the answer is another", reference.path)
+    return answer.code
+
+
+def _generate(
+    engine: Engine, asked: Request, out: Output, trace: Writer | None, reference: Reference | None, *,
+    stream: bool,
+) -> Answer:  # fmt: skip
     from coli.commands._signals import cancelling
     from coli.session import Session
 
-    session = Session(engine)
+    session = Session(engine, trace=trace, reference=None if reference is None else reference.full_ids)
     try:
         with cancelling(session.cancel) as caught:
             for piece in session.generate(asked):
@@ -156,7 +266,30 @@ def _generate(engine: Engine, asked: Request, out: Output, *, stream: bool) -> t
     report = session.report
     assert report is not None, "a session has a report once its iterator has ended"
     cut = bool(caught) and report.finish_reason == "cancelled"
-    return report, int(caught[0] if cut else Exit.OK)
+    # a copy: the next session of the engine computes into the same buffers
+    logits = None if session.last_logits is None else session.last_logits.copy()
+    return Answer(report, logits, session.seed, int(caught[0] if cut else Exit.OK))
+
+
+def _check(engine: Engine, asked: Request, answer: Answer, out: Output) -> Difference | None:
+    from coli.check import check
+    from coli.report import count
+
+    tokens = count(len(answer.report.token_ids), "token")
+    out.progress("check: decoding again without drafts")
+    difference = check(engine, asked, answer.report, answer.last_logits, answer.seed)
+    out.done()
+    if difference is None:
+        out.note(f"check: {tokens} and the last logits are those of plain decoding")
+    return difference
+
+
+def _compare(engine: Engine, asked: Request, answer: Answer, reference: Reference) -> Comparison:
+    from coli.check import replay
+    from coli.reference import compare
+
+    return compare(reference, answer.report.token_ids, answer.last_logits,
+                   lambda position: replay(engine, asked, position + 1)[1])  # fmt: skip
 
 
 def request(ask: Ask, engine: Engine, out: Output) -> Request:

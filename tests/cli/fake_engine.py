@@ -2,7 +2,8 @@
 
 FAKE_MODE chooses what the session does: `echo` answers with the prompt's words, `slow` says a word every 20 ms without
 end, `deaf` the same without hearing cancel, `break` fails after two words, `memory` runs out of memory, `bug` divides
-by zero, `loading` takes a minute to open. FAKE_OPENED names a file that opening the engine creates.
+by zero, `loading` takes a minute to open. `same` has logits too, `lossy` another second token when it drafts, `blurred`
+other last logits when it drafts. FAKE_OPENED names a file that opening the engine creates.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from coli.errors import NonFinite
 from coli.report import Experts, ModelFacts, RunReport, Timings
+
+
+@dataclass(frozen=True)
+class Sampling:
+    seed: int | None = None
+
 
 MODE = os.environ.get("FAKE_MODE", "echo")
 
@@ -38,6 +46,8 @@ class Engine:
     def __init__(self, settings: Any) -> None:
         self.settings = settings
         self.name, self.notes, self.tokenizer = "qwen38", ["a note of the engine"], Tokenizer()
+        self.ctx, self.geometry = 100, SimpleNamespace(vocab=256)
+        self.model_path, self.threads = Path("fake"), 1
         self.chat = None if MODE == "no template" else Chat()
 
     @classmethod
@@ -53,6 +63,9 @@ class Engine:
     def banner(self) -> str:
         return "the banner"
 
+    def save_history(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         if not self.settings.debug:
             return
@@ -62,33 +75,54 @@ class Engine:
 @dataclass(frozen=True)
 class Request:
     prompt_ids: tuple[int, ...]
-    max_tokens: int | None
-    sampling: Any
-    stop: tuple[str, ...]
+    max_tokens: int | None = None
+    sampling: Any = Sampling()
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] | None = None
 
 
 class Session:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    """Token i of an answer is i. Drafts unless it is given a Speculation (the check gives it one: off)."""
+
+    def __init__(self, engine: Engine, speculation: Any = None, *, trace: Any = None, reference: Any = None) -> None:
+        self.engine, self.drafts, self.trace, self.reference = engine, speculation is None, trace, reference
         self.report: RunReport | None = None
         self.cancelled = False
+        self.last_logits: Any = None
+        self.seed: int | None = None
 
     def cancel(self) -> None:
         self.cancelled = MODE != "deaf"
 
     def generate(self, request: Request) -> Iterator[str]:
         said: list[str] = []
+        self.seed = request.sampling.seed
         for piece in self.pieces(bytes(request.prompt_ids).decode()):
-            if self.cancelled:
+            if self.cancelled or len(said) == request.max_tokens:
                 break
             said.append(piece)
+            if self.trace is not None:
+                self.trace({"position": len(said), "source": None, "k": 0})
             yield piece
+        ids = list(range(len(said)))
+        if MODE == "lossy" and self.drafts:
+            ids[1:2] = [7]
+        if MODE in ("same", "slow", "lossy", "blurred"):
+            self.last_logits = self.logits(len(said) - 1)
         reason = "cancelled" if self.cancelled else "length"
         model = ModelFacts("/m", "qwen38", {"layers": 2})
         self.report = RunReport(
-            "".join(said), tuple(range(len(said))), len(request.prompt_ids), len(said), reason,
+            "".join(said), tuple(ids), len(request.prompt_ids), len(said), reason,
             Timings(0.5, 0.1, 0.1, 2.0, 120.0, 8.0), 10**8, Experts(7, 1, 4096), model,
         )  # fmt: skip
+
+    def logits(self, best: int) -> Any:
+        """Those that choose `best`: the logit of a token falls by 0.5 a step away from it."""
+        import numpy as np
+
+        logits = -0.5 * np.abs(np.arange(256, dtype=np.float32) - np.float32(best))
+        logits[0] += 0.25 * (MODE == "blurred" and self.drafts)
+        return logits
 
     def pieces(self, prompt: str) -> Iterator[str]:
         if MODE == "memory":

@@ -11,7 +11,7 @@ import pytest
 from coli.commands._options import NO_MODEL
 from tests.conftest import CLI, Coli, clean_env
 
-COMMANDS = ("run", "info", "env", "warmup")
+COMMANDS = ("run", "info", "env", "warmup", "bench")
 HEAVY = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "rich", "platformdirs", "coli.engine")
 
 
@@ -25,7 +25,8 @@ def test_help_is_there_within_its_bar() -> None:
     assert best <= 0.2
 
 
-@pytest.mark.parametrize(("arguments", "heavy"), [(["--help"], HEAVY), (["run", "--help"], HEAVY), (["env"], HEAVY),
+@pytest.mark.parametrize(("arguments", "heavy"), [(["--help"], HEAVY), (["run", "--help"], HEAVY),
+                                                  (["bench", "--help"], HEAVY), (["env"], HEAVY),
                                                   (["info"], ("numba", "llvmlite", "tokenizers", "rich"))])  # fmt: skip
 def test_nothing_heavy_is_imported(arguments: list[str], heavy: tuple[str, ...]) -> None:
     code = (

@@ -31,8 +31,11 @@ def test_the_shipped_model_tells_its_story(coli: Coli) -> None:
     assert done.returncode == 0
     assert done.stdout == story["greedy_text"].removesuffix("<|im_end|>").removesuffix("\n") + "\n"
     lines = done.stderr.splitlines()
-    assert NO_MODEL in lines and lines[-3].startswith("coli qwen38")
-    assert all(word in "\n".join(lines[-2:]) for word in ("first token", "prefill", "decode", "experts", "peak memory"))
+    banner = next(at for at, line in enumerate(lines) if line.startswith("coli qwen38"))
+    assert NO_MODEL in lines[:banner]
+    said = "\n".join(lines[banner + 1 :])
+    words = ("first token", "prefill", "decode", "experts", "peak memory", "[qwen38 MTP] run: ", "[qwen38 lookup] run")
+    assert all(word in said for word in words)
 
 
 @pytest.mark.parametrize("name", ["capital", "prime", "think"])
@@ -60,7 +63,7 @@ def test_the_document_is_complete(coli: Coli) -> None:
     assert document["memory"]["peak_rss_bytes"] > 10**7
     layers, used = document["model"]["geometry"]["layers"], document["model"]["geometry"]["top_k"]
     assert document["experts"]["hits"] + document["experts"]["misses"] >= layers * used
-    assert document["model"]["engine"] == "qwen38" and document["speculation"] is None
+    assert document["model"]["engine"] == "qwen38" and document["speculation"]["tokens"] == 4
 
 
 def test_a_stop_text_ends_the_answer_before_it(coli: Coli) -> None:

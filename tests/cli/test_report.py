@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from coli.report import Experts, ModelFacts, RunReport, Timings, count, rate, size
+from coli.speculation.report import SourceReport, SpeculationReport
 
 REPORT = RunReport(
     "Höhe", (1, 2), 12, 2, "stop", Timings(0.5, 0.25, 0.2, 2.0, 60.0, 8.5), 123_456_789, Experts(90, 10, 45_000_000),
@@ -32,6 +34,19 @@ def test_the_lines_name_every_figure() -> None:
     text = "\n".join(REPORT.lines())
     figures = ("0.25 s", "60.0 tok/s", "8.5 tok/s", "12 tokens", "2 tokens", "90 hits", "10 misses", "45.0 MB")
     assert all(figure in text for figure in figures)
+
+
+def test_drafting_adds_its_lines_and_its_part_of_the_document() -> None:
+    drafting = SpeculationReport(
+        engine="qwen38", tokens=5, forwards=3, mtp=SourceReport("mtp", 2, 4, 4, 2, 3), lookup=None, gate=None,
+        gate_on=True, fixed_depth=1, wiring="b", mtp_force=None, lookup_force=None, ended_mid_verify=False,
+        expert_bytes=10, rejected_rows=2, rejected_bytes=4, vocabulary=None,
+    )  # fmt: skip
+    report = replace(REPORT, speculation=drafting)
+    assert report.lines() == REPORT.lines() + drafting.lines("run")
+    document = report.to_json()
+    assert document.pop("speculation") == drafting.to_json()
+    assert document == {name: value for name, value in REPORT.to_json().items() if name != "speculation"}
 
 
 def test_rate_counts() -> None:
