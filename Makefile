@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 READY := .venv/.ready
 DEV := .venv/.dev
 
-.PHONY: run dev test fast lint types bench size wheel clean
+.PHONY: run dev test fast lint types bench soak sanitize size wheel clean
 .DEFAULT_GOAL := run
 
 run: $(READY)
@@ -33,6 +33,13 @@ types: $(DEV) # mypy sees no packages that pyproject maps from elsewhere, so it 
 
 bench: $(DEV)
 	$(BIN)/python -m tests.bench
+
+soak: $(DEV) # a million tokens with drafts against plain decoding
+	$(BIN)/python -m tests.soak
+
+sanitize: $(DEV) # kernels with Numba's bounds checks, in a cache of their own, and buffers between forbidden pages
+	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && export COLI_CACHE="$$cache" NUMBA_BOUNDSCHECK=1 && \
+	  $(BIN)/python -m tests.fence start && $(BIN)/python -m tests.fence end
 
 size: # lines of code by room
 	@for room in coli commands kernels shaders tests; do \

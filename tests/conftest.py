@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
     write_tiny(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The tiny engines of the exactness harness (tests/speculation/engines.py), each opened when first asked for."""
+    from tests.speculation.engines import Engines
+
+    engines = Engines(tmp_path_factory.mktemp("engines"))
+    yield engines
+    engines.close()
 
 
 def clean_env(**extra: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,36 @@ def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.nda
     else:
         values *= 0.6 if "embed" in name else 1.2 / shape[-1] ** 0.5
     return values.astype(np.float32)
+
+
+def copied_config(**overrides: Any) -> dict[str, Any]:
+    """A GDN layer and an attention layer, for `copy_trunk_into_head`."""
+    return tiny_config(
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], ple_layer_ids=[], **overrides
+    )
+
+
+def copy_trunk_into_head(weights: dict[str, np.ndarray]) -> None:
+    """Make the draft head of a `copied_config` the trunk's own function, so that every draft is right.
+
+    Trunk: the mixers run and write their state, but add nothing, and so do the first layer's experts; what is left is
+    embedding, one mixture of experts and the final mixer, a function of the last token. Head: fc_hidden = 0 shuts out
+    the streams, fc_embedding = 1 and embeddings of ones and minus ones pass its norm as they are, the rest is copied.
+    """
+    for name, values in weights.items():
+        still = "layers.0.mlp.experts.down_proj", "layers.0.mlp.shared_expert.down_proj.weight"
+        if name.endswith(("linear_attn.out_proj.weight", "self_attn.o_proj.weight")) or name in still:
+            values[:] = 0
+    embedding = weights["embed_tokens.weight"]
+    embedding[:] = np.where(embedding < 0, -1, 1)
+    weights["mtp.fc_hidden.weight"][:] = 0
+    weights["mtp.fc_embedding.weight"][:] = np.eye(embedding.shape[1])
+    weights["mtp.pre_fc_norm_embedding.weight"][:] = 0  # a zero-centred norm: times one
+    copies = {"mtp.layers.0.": "layers.1.", "mtp.hyper_connection_mixer.": "hyper_connection_mixer."}
+    for name in weights:
+        for head, trunk in copies.items():
+            if name.startswith(head):
+                weights[name][:] = weights[trunk + name.removeprefix(head)]
 
 
 # ---- number formats ----------------------------------------------------------------------------------------------
@@ -273,14 +303,15 @@ def write_tiny(
     folder: Path, config: dict[str, Any] | None = None, *, seed: int = 0, dtype: str = "F32", dense: str | None = None,
     prefix: str = "model.", shards: int = 1, per_expert: bool | None = None, mtp: bool = True,
     scale_dtype: str = "BF16", block: tuple[int, int] = (128, 128), table_shards: int | None = None,
-    visual: bool = False, poison: str | None = None
+    visual: bool = False, poison: str | None = None, change: Callable[[dict[str, np.ndarray]], None] | None = None
 ) -> Path:  # fmt: skip
     """Write a checkpoint and return its folder.
 
     dtype: F32, F16, BF16 or FP8; FP8 is for experts (blocks) and n-gram tables (one scale), everything else is then
     `dense` (BF16 unless given, may be FP8 too). per_expert: unless given as in the real releases, one by one for FP8
     and fused otherwise. table_shards: None for the config's split_ngram_parts, 0 for the whole table in one tensor,
-    another number rewrites the config. poison: canonical name of a tensor to put one infinity in.
+    another number rewrites the config. poison: canonical name of a tensor to put one infinity in. change: what else to
+    do to the float32 weights before they are stored.
     """
     config = tiny_config() if config is None else dict(config)
     if table_shards:
@@ -288,6 +319,8 @@ def write_tiny(
     weights = tiny_weights(config, seed, mtp)
     if poison:
         weights[poison].reshape(-1)[0] = np.inf
+    if change:
+        change(weights)
     if per_expert or (per_expert is None and dtype == "FP8"):
         weights = split_experts(weights)
     if table_shards != 0:

@@ -1,0 +1,120 @@
+"""What `coli bench` sets up before it measures: arms, prompts, and the block that says where it ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coli.bench import environment
+from coli.bench.arms import ARMS, baseline, opening, parse, runnable
+from coli.bench.prompts import BUILT_IN, Prompt, choose, request
+from coli.errors import PromptTooLong, UsageError
+from coli.session import Request
+from coli.settings import Settings
+from coli.speculation.options import Speculation
+
+# ---- arms and prompts ------------------------------------------------------------------------------------------------
+
+
+def test_arms_differ_in_sources_and_depth_only() -> None:
+    base = Speculation(drafts=1, pstep=True, lookup_drafts=3)
+    got = {name: arm.speculation(base) for name, arm in ARMS.items()}
+    assert all(spec.pstep and spec.lookup_drafts == 3 and spec.gate for spec in got.values())
+    assert {name: (s.mtp, s.drafts if s.mtp else None, s.lookup) for name, s in got.items()} == {
+        "off": (False, None, False), "1": (True, 1, False), "2": (True, 2, False), "3": (True, 3, False),
+        "auto": (True, 0, True), "lookup": (False, None, True), "mtp+lookup": (True, 2, True),
+    }  # fmt: skip
+
+
+def test_arms_by_name() -> None:
+    assert [arm.name for arm in parse("lookup, off")] == ["lookup", "off"]
+    assert baseline(parse("lookup,off")) == "off" and baseline(parse("2,auto")) == "2"
+    for wrong in ("4", "", "off,", "off,off"):
+        with pytest.raises(UsageError, match="--arms"):
+            parse(wrong)
+
+
+def test_a_model_without_a_head_leaves_arms_out_and_says_which() -> None:
+    kept, notes = runnable(list(ARMS.values()), head=False)
+    assert [arm.name for arm in kept] == ["off", "auto", "lookup"]
+    assert notes == ["arms left out, the model runs without an MTP head: 1, 2, 3, mtp+lookup"]
+    assert runnable(parse("1,off"), head=True) == (parse("1,off"), [])
+    with pytest.raises(UsageError, match="MTP head"):
+        runnable(parse("1,2"), head=False)
+
+
+def test_the_engine_opens_for_the_deepest_of_the_arms_and_writes_no_counts() -> None:
+    settings = Settings(lookup=False, drafts=1)
+    every = opening(settings, list(ARMS.values()))
+    assert (every.drafts, every.lookup, every.usage_save) == (3, True, False)
+    few = opening(settings, parse("off,2"))
+    assert (few.drafts, few.lookup) == (2, False)
+    assert opening(settings, parse("auto")).drafts == 3
+    with pytest.raises(UsageError, match="COLI_LOOKUP_FORCE"):
+        opening(Settings(lookup_force="accept"), parse("off"))
+
+
+class Templated:
+    """What `request` reads of an engine."""
+
+    ctx = 80
+
+    class chat:
+        @staticmethod
+        def render(messages: list[dict[str, str]], **_: object) -> str:
+            return f"<user>{messages[0]['content']}</user>"
+
+    class tokenizer:
+        @staticmethod
+        def encode(text: str) -> list[int]:
+            return list(text.encode())
+
+
+def test_requests_take_the_template_unless_raw_and_one_seed() -> None:
+    def asked(prompt: Prompt, temperature: float | None = None, engine: object = Templated) -> Request:
+        return request(prompt, engine, max_tokens=9, temperature=temperature, seed=3)  # type: ignore[arg-type]
+
+    greedy, raw = asked(Prompt("p", "hi")), asked(BUILT_IN["prose"])
+    assert bytes(greedy.prompt_ids) == b"<user>hi</user>" and greedy.sampling.greedy and greedy.max_tokens == 9
+    assert bytes(raw.prompt_ids).startswith(b"It was") and (raw.sampling.temperature, raw.sampling.seed) == (1.0, 3)
+    assert asked(Prompt("p", "hi"), 0.5).sampling.temperature == 0.5 and asked(BUILT_IN["prose"], 0.0).sampling.greedy
+    with pytest.raises(PromptTooLong, match="p: the prompt has 95 tokens"):
+        asked(Prompt("p", "x" * 80 + "yy"))
+
+
+def test_prompts_by_task_and_text() -> None:
+    assert [prompt.name for prompt in choose([], [])] == list(BUILT_IN)
+    assert [prompt.name for prompt in choose(["json", "chat", "json"], [])] == ["json", "chat"]
+    assert [(p.name, p.text) for p in choose([], ["a", "b"])] == [("prompt 1", "a"), ("prompt 2", "b")]
+    assert [p.name for p in choose(["prose"], ["a"])] == ["prose", "prompt"]
+    assert BUILT_IN["prose"].temperature == 1.0 and BUILT_IN["prose"].raw
+    with pytest.raises(UsageError, match="--task"):
+        choose(["poem"], [])
+
+
+# ---- environment -----------------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_sees_config_and_headers_but_no_data(tmp_path: Path) -> None:
+    def write(config: str, header: bytes, data: bytes) -> str:
+        (tmp_path / "config.json").write_text(config)
+        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+        return environment.fingerprint(tmp_path)
+
+    first = write("{}", b'{"a":1}', b"x")
+    assert first == write("{}", b'{"a":1}', b"other data") and len(first) == 64
+    assert len({first, write('{"b":2}', b'{"a":1}', b"x"), write("{}", b'{"a":2}', b"x")}) == 3
+
+
+def test_the_processor_has_a_name(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nmodel name\t: Fast One 9000\n")
+    assert environment.cpu_model(info) == "Fast One 9000"
+    assert environment.cpu_model(tmp_path / "none")
+
+
+def test_settings_given_are_named_by_their_variables() -> None:
+    settings = Settings(ctx=100, threads=2, origins={"ctx": "flag", "threads": "variable"})
+    assert environment.given(settings) == {"COLI_CTX": "100", "COLI_THREADS": "2"}
+    assert environment.given(Settings()) == {}
