@@ -72,6 +72,13 @@ def share(total, tid, nt):
 
 
 @njit(inline="always")
+def columns(n, tid, nt):
+    """This thread's blocks [first, last) of 16 features out of n, in every row: those of the weight rows that `linear`
+    gives it, so what works feature by feature needs no barrier behind a product."""
+    return share((n + 15) // 16, tid, nt)
+
+
+@njit(inline="always")
 def block_end(ids, at, end):
     """The first place behind `at` of a list (int64, up to `end`) whose id lies in another block of 16 weight rows."""
     if at < end:

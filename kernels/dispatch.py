@@ -62,7 +62,8 @@ def _open_groups(p, groups):
 def group(p, tid, nt):
     """0 step, 1 ids [R][K], 2 K, 3 resident [E], 4 stamp [E], 5 todo [E], 6 clock cell, 7 groups out, 8 lists,
     9 limit, 10 x base, 11 x row bytes, 12 h base, 13 h row bytes (gate | up), 14 up offset bytes,
-    15 activation base, 16 activation row bytes, 17 output base, 18 E, 19 used counter, 20 output row bytes."""
+    15 activation base, 16 activation row bytes, 17 output base, 18 E, 19 used counter, 20 output row bytes,
+    21 cut cell: an op behind, where these groups are done, cuts while experts are left to do."""
     if tid != 0:
         return
     groups, lists, limit, todo_, k = ai(p, 7), ai(p, 8), ai(p, 9) * 8, ai(p, 5), ai(p, 2)
@@ -84,16 +85,8 @@ def group(p, tid, nt):
     for e in range(ai(p, 18)):
         if ld1_i64(todo_ + 8 * e) < 0:
             st1_i64(todo_ + 8 * e, 0)
-
-
-def wave_end(p, tid, nt):
-    """0 todo [E], 1 E, 2 cut cell: cuts while experts are left to do."""
-    if tid != 0:
-        return
-    for e in range(ai(p, 1)):
-        if ld1_i64(ai(p, 0) + 8 * e) != 0:
-            st1_i64(ai(p, 2), MORE_WAVES)
-            return
+        elif ld1_i64(todo_ + 8 * e) > 0:
+            st1_i64(ai(p, 21), MORE_WAVES)
 
 
 def wait_ngrams(p, tid, nt):
@@ -102,4 +95,4 @@ def wait_ngrams(p, tid, nt):
         st1_i64(ai(p, 0), NEED_NGRAMS)
 
 
-KERNELS = {"todo": todo, "group": group, "wave_end": wave_end, "wait_ngrams": wait_ngrams}
+KERNELS = {"todo": todo, "group": group, "wait_ngrams": wait_ngrams}

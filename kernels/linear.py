@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 
 from coli.kernels.abi import ai, block_end, call_tile, ld1_i64, rows, share, st1_f32, st1_i32
+from coli.kernels.moe import gate_blocks
 from coli.kernels.simd import add, hmax, hsum, ld_f32_tail, mul, splat, st_i8, sub, vabs, vmax, vmin, zero_f
 
 _CACHED_WEIGHTS = 1 << 17  # weights of a block that several groups of rows visit: 64..512 KB, within L2
@@ -60,6 +61,15 @@ def linear(p, tid, nt):
         _product(p, ai(p, 1), ai(p, 2), ai(p, 3), ai(p, 4), count, True, first * grain, min(last * grain, n))
 
 
+@njit(inline="always")
+def _piece(p, unit, last, units):
+    """What units `unit`..`last` of all groups hold of the first one's group: record, bytes of lists before its pairs,
+    pairs, its units j0..j1."""
+    entry = ai(p, 0) + 8 * (2 + 3 * (unit // units))
+    j0 = unit % units
+    return ld1_i64(entry), 8 * ld1_i64(entry + 8), ld1_i64(entry + 16), j0, min(units, j0 + last - unit)
+
+
 def grouped(p, tid, nt):
     """Experts: 0 groups (int64: [0] G, [1] pairs, then G x (record address, first pair, pair count)), 1 w offset,
     2 s offset in a record, 3 xs, 4 ys (row addresses by pair, not padded), 5 n, 6 k, 7 a, 8 b, 9 tiles (the tile for
@@ -68,12 +78,27 @@ def grouped(p, tid, nt):
     units = (n + grain - 1) // grain
     unit, last = share(ld1_i64(ai(p, 0)) * units, tid, nt)
     while unit < last:
-        entry = ai(p, 0) + 8 * (2 + 3 * (unit // units))
-        record, pair, count = ld1_i64(entry), ld1_i64(entry + 8), ld1_i64(entry + 16)
-        j0 = unit % units
-        j1 = min(units, j0 + last - unit)
-        xs, ys = ai(p, 3) + 8 * pair, ai(p, 4) + 8 * pair
+        record, pair, count, j0, j1 = _piece(p, unit, last, units)
+        xs, ys = ai(p, 3) + pair, ai(p, 4) + pair
         _product(p, record + ai(p, 1), record + ai(p, 2), xs, ys, count, False, j0 * grain, min(j1 * grain, n))
+        unit += j1 - j0
+
+
+def gated(p, tid, nt):
+    """Experts' inner rows, silu(gate) * up: 0..10 as `grouped` has them, of the gate; 11 w offset, 12 s offset and
+    13 ys of up, 14 out (row addresses by pair). A thread has the same rows of both, so it needs to wait for none."""
+    n, grain = ai(p, 5), ai(p, 10)
+    units = (n + grain - 1) // grain
+    unit, last = share(ld1_i64(ai(p, 0)) * units, tid, nt)
+    while unit < last:
+        record, pair, count, j0, j1 = _piece(p, unit, last, units)
+        xs, gates, ups, outs = ai(p, 3) + pair, ai(p, 4) + pair, ai(p, 13) + pair, ai(p, 14) + pair
+        row0, row1 = j0 * grain, min(j1 * grain, n)
+        _product(p, record + ai(p, 1), record + ai(p, 2), xs, gates, count, False, row0, row1)
+        _product(p, record + ai(p, 11), record + ai(p, 12), xs, ups, count, False, row0, row1)
+        for i in range(0, 8 * count, 8):
+            b0, b1 = row0 // 16, (row1 + 15) // 16
+            gate_blocks(ld1_i64(gates + i), ld1_i64(ups + i), ld1_i64(outs + i), b0, b1, n)
         unit += j1 - j0
 
 
@@ -147,4 +172,4 @@ def quantize(p, tid, nt):
         _quantize_group(x + g * 256, k - g * 64, q + g * 64, scales + g * 4, scales + groups * 4 + g * 4, ai(p, 4))
 
 
-KERNELS = {"linear": linear, "grouped": grouped, "listed": listed, "quantize": quantize}
+KERNELS = {"linear": linear, "grouped": grouped, "gated": gated, "listed": listed, "quantize": quantize}

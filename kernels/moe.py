@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from coli.kernels.abi import ai, in_row, ld1_f32, ld1_i64, rows, share, st1_f32, st1_i64
+from coli.kernels.abi import ai, columns, in_row, ld1_f32, ld1_i64, rows, share, st1_f32, st1_i64
 from coli.kernels.simd import (
     add,
     bits_gt,
@@ -101,6 +101,14 @@ def router(p, tid, nt):
             st1_f32(weights + 4 * i, ld1_f32(weights + 4 * i) / norm)
 
 
+@njit(inline="always")
+def gate_blocks(gate, up, out, b0, b1, n):
+    """out = silu(gate) * up for blocks b0..b1 of 16 of n features."""
+    for b in range(b0, b1):
+        left = n - 16 * b
+        st_part(out + 64 * b, mul(vsilu(ld_part(gate + 64 * b, left)), ld_part(up + 64 * b, left)), left)
+
+
 def swiglu(p, tid, nt):
     """0 count cell, 1 gate row pointers, 2 up row pointers, 3 out row pointers, 4 n: out = silu(gate) * up."""
     count, n = ld1_i64(ai(p, 0)), ai(p, 4)
@@ -108,21 +116,16 @@ def swiglu(p, tid, nt):
     u0, u1 = share(count * blocks, tid, nt)
     for r in range(count):
         b0, b1 = in_row(u0, u1, r, blocks)
-        gate, up, out = ld1_i64(ai(p, 1) + 8 * r), ld1_i64(ai(p, 2) + 8 * r), ld1_i64(ai(p, 3) + 8 * r)
-        for b in range(b0, b1):
-            left = n - 16 * b
-            v = mul(vsilu(ld_part(gate + 64 * b, left)), ld_part(up + 64 * b, left))
-            st_part(out + 64 * b, v, left)
+        gate_blocks(ld1_i64(ai(p, 1) + 8 * r), ld1_i64(ai(p, 2) + 8 * r), ld1_i64(ai(p, 3) + 8 * r), b0, b1, n)
 
 
 def combine(p, tid, nt):
     """0 step, 1 d [R*K][ldd], 2 ldd, 3 weights [R][K], 4 K, 5 shared, 6 ldshared, 7 shared gate logits, 8 ldg, 9 y,
-    10 ldy, 11 H: y = sum over the ranks, best first, of w * d[r*K + rank], then + sigmoid(gate) * shared."""
+    10 ldy, 11 H: y = sum over the ranks, best first, of w * d[r*K + rank], then + sigmoid(gate) * shared; by `columns`.
+    """
     k, ldd, h = ai(p, 4), 4 * ai(p, 2), ai(p, 11)
-    blocks = (h + 15) // 16
-    u0, u1 = share(rows(ai(p, 0)) * blocks, tid, nt)
+    b0, b1 = columns(h, tid, nt)
     for r in range(rows(ai(p, 0))):
-        b0, b1 = in_row(u0, u1, r, blocks)
         if b0 < b1:
             d, w, y = ai(p, 1) + r * k * ldd, ai(p, 3) + 4 * r * k, ai(p, 9) + 4 * r * ai(p, 10)
             shared = ai(p, 5) + 4 * r * ai(p, 6)

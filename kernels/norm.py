@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import njit
 
-from coli.kernels.abi import af, ai, in_row, rows, share
+from coli.kernels.abi import af, ai, columns, rows, share
 from coli.kernels.simd import add, fma, hsum, ld_f32, ld_part, mul, splat, st_part, vsilu, zero_f
 
 
@@ -62,12 +62,10 @@ def rms_group(p, tid, nt):
 
 
 def silu_scaled(p, tid, nt):
-    """0 step, 1 x, 2 ldx, 3 n, 4 scale: x = silu(x * scale) in place."""
+    """0 step, 1 x, 2 ldx, 3 n, 4 scale: x = silu(x * scale) in place, by `columns`."""
     n, scale = ai(p, 3), splat(af(p, 4))
-    blocks = (n + 15) // 16
-    u0, u1 = share(rows(ai(p, 0)) * blocks, tid, nt)
+    b0, b1 = columns(n, tid, nt)
     for r in range(rows(ai(p, 0))):
-        b0, b1 = in_row(u0, u1, r, blocks)
         x = ai(p, 1) + 4 * r * ai(p, 2)
         for b in range(b0, b1):
             left = n - 16 * b

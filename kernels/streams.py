@@ -1,7 +1,8 @@
 """The residual streams: fill them from the embedding, mix them into a block's input, inject the block's output.
 
-A row holds `copies` streams of H features, stream-major. All work is element by element, in units of 16 features of
-one row; the sum over streams runs in stream order (tests/kernels/test_streams.py).
+A row holds `copies` streams of H features, stream-major. All work is element by element, in units of 16 features; the
+sum over streams runs in stream order (tests/kernels/test_streams.py). `stream_inject` goes by `columns`: a thread takes
+the features of y that it has just computed itself.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from coli.kernels.abi import ai, first, in_row, ld1_f32, ld1_i64, rows, share, st1_i64
+from coli.kernels.abi import ai, columns, first, in_row, ld1_f32, ld1_i64, rows, share, st1_i64
 from coli.kernels.simd import (
     div,
     fma,
@@ -74,15 +75,13 @@ def stream_mix(p, tid, nt):
 
 
 def stream_inject(p, tid, nt):
-    """0 step, 1 s, 2 lds, 3 y, 4 ldy, 5 inject, 6 ldi, 7 H, 8 copies, 9 bad cell, 10 layer:
+    """0 step, 1 s, 2 lds, 3 y, 4 ldy, 5 inject, 6 ldi, 7 H, 8 copies, 9 bad cell, 10 layer, by `columns` of H:
     s_j += 2 * sigmoid(inject_j / copies) * y. The first layer whose streams are not finite leaves layer + 1 in `bad`
     (0 * x is NaN for those x alone, so the check costs one fma)."""
     h, copies = ai(p, 7), ai(p, 8)
-    blocks = (h + 15) // 16
-    u0, u1 = share(rows(ai(p, 0)) * blocks, tid, nt)
+    b0, b1 = columns(h, tid, nt)
     check = zero_f()
     for r in range(rows(ai(p, 0))):
-        b0, b1 = in_row(u0, u1, r, blocks)
         s, y, inject = ai(p, 1) + 4 * r * ai(p, 2), ai(p, 3) + 4 * r * ai(p, 4), ai(p, 5) + 4 * r * ai(p, 6)
         if b0 < b1:
             for j in range(copies):

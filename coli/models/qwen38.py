@@ -34,13 +34,13 @@ class Qwen38:
                  team: Team, *, ctx: int, limit: int, undo: str = "slots") -> None:
         self.geometry, self.ctx, self.limit = g, ctx, limit
         self.store, self.team, self.weights = store, team, weights
-        self._writer = Writer(g, weights, store, team, ctx, limit)
+        self._hashes = [NgramHash(g, i) for i in range(len(g.ple_layers))]
+        self._tables = [NgramTable(checkpoint, g, layer) for layer in g.ple_layers]
+        self._writer = Writer(g, weights, store, team, ctx, limit, [table.kept for table in self._tables])
         self.spec = self._writer.spec
         self._program = self._writer.write().finish(kernels)
         self.undo, self._settling = undo, self._writer.settle().finish(kernels)
         self.player = Player(self._writer, self._put_ngrams)
-        self._hashes = [NgramHash(g, i) for i in range(len(g.ple_layers))]
-        self._tables = [NgramTable(checkpoint, g, layer) for layer in g.ple_layers]
         half = g.rotary_dim // 2
         self._freqs = (1.0 / g.rope_theta ** (np.arange(half) / half)).astype(np.float32)
 
@@ -129,14 +129,15 @@ class Qwen38:
         return rows if good.all() else int(np.argmin(good))
 
     def _start_ngrams(self, ids: np.ndarray, state: State) -> None:
-        """Hash the n-grams of the new rows and start reading their table rows."""
+        """Hash the n-grams of the new rows and start reading their table rows, or put them in place."""
         if self._tables:
             back = self.geometry.ngram_size - 1
             before = state.tokens[max(0, state.length - back) : state.length]
-            for hashing, table in zip(self._hashes, self._tables, strict=True):
-                history = hashing.empty_history()
-                history[back - len(before) :] = before
-                table.start(hashing.rows(np.concatenate([history, ids])))
+            window = np.concatenate([self._hashes[0].empty_history()[len(before) :], before, ids])
+            for hashing, table, e in zip(self._hashes, self._tables, self._writer.e, strict=True):
+                table.start(hashing.rows(window))
+                if table.kept:
+                    e.array[: len(ids)] = table.wait()
 
     def _fill_rope(self, pos: int, rows: int) -> None:
         """cos | sin of every row's position, and of the few before it where an index block may begin."""
@@ -146,8 +147,8 @@ class Qwen38:
         np.sin(angle, out=self._writer.rope[: rows + off, 1])
 
     def _put_ngrams(self, op: int, rows: int) -> None:
-        assert self._writer.e is not None
-        self._writer.e.array[:rows] = self._tables[self._writer.ngram_ops[op]].wait()
+        index = self._writer.ngram_ops[op]
+        self._writer.e[index].array[:rows] = self._tables[index].wait()
 
     def close(self) -> None:
         for table in self._tables:

@@ -88,20 +88,24 @@ class Blocks:
         """Streams -> block input x (already normed) and injection weights."""
         g, p = self.g, self.program
         rms_group(p, self.s, self.w.norm(prefix + "hc_norm.weight"), self.n, g.hidden, g.eps, step=self.step)
-        linears(p, Input(self.n, g.width), [
-            (self.w.matrix(prefix + "input_mix_weight_down.weight"), self.low),
-            (self.w.matrix(prefix + "block_inject_weight.weight"), self.inject),
-        ], step=self.step)
+        normed = Input(self.n, g.width)
+        self.narrow(prefix, normed, self.low, self.step, barrier=False)
+        linear(p, normed, self.w.matrix(prefix + "block_inject_weight.weight"), self.inject, step=self.step)
         self.mix(prefix, self.n, self.low, self.m, self.x, self.step)
+
+    def narrow(self, prefix: str, normed: Input, low: Rows, step: np.ndarray, *, barrier: bool = True) -> None:
+        g, p = self.g, self.program
+        weight = self.w.matrix(prefix + "input_mix_weight_down.weight")
+        linear(p, normed, weight, low, step=step, barrier=False)
+        p.op("silu_scaled", step, low.array, low.ld, g.hc_lowrank, 1.0 / g.streams, barrier=barrier)
 
     def mix(self, prefix: str, n: Rows, low: Rows, m: Rows, x: Rows, step: np.ndarray) -> None:
         g, p = self.g, self.program
-        p.op("silu_scaled", step, low.array, low.ld, g.hc_lowrank, 1.0 / g.streams)
         linear(p, Input(low, g.hc_lowrank), self.w.matrix(prefix + "input_mix_weight_up.weight"), m, step=step)
         p.op("stream_mix", step, m.array, m.ld, n.array, n.ld, x.array, x.ld, g.hidden, g.streams)
 
     def leave(self, layer: int) -> None:
-        """Inject the block's output y into every stream."""
+        """Inject the block's output y into every stream. What made y goes by `columns` too: no barrier is between."""
         g = self.g
         self.program.op("stream_inject", self.step, self.s.array, self.s.ld, self.y.array, self.y.ld,
                         self.inject.array, self.inject.ld, g.hidden, g.streams, self.bad, layer)
@@ -153,7 +157,8 @@ class Blocks:
         p.op("attention", self.step, self.q.array, self.q.ld, self.cache("k", index), self.cache("v", index), self.ctx,
              self.picks, g.index_blocks, self.counts, g.index_ratio, self.heads.array, self.heads.ld, g.heads,
              g.kv_heads, g.head_dim, self.scratch, self.scratch_width)
-        linear(p, Input(self.heads, g.heads * g.head_dim), w.matrix(name + "o_proj.weight"), self.y, step=self.step)
+        linear(p, Input(self.heads, g.heads * g.head_dim), w.matrix(name + "o_proj.weight"), self.y, step=self.step,
+               barrier=False)
 
     # ---- mixture of experts (1.7)
     def moe(self, name: str, layer: int) -> None:
@@ -173,27 +178,26 @@ class Blocks:
         need = p.op("todo", self.step, self.chosen, g.top_k, resident, g.experts, self.todo, cut, may_cut=True)
         shared_down = w.matrix(name + "shared_expert.down_proj.weight")
         linear(p, Input(self.shared_act, g.shared_inter), shared_down, self.shared, step=self.step, barrier=False)
-        group = self.experts(layer, resident)
-        more = p.op("wave_end", self.todo, g.experts, cut, may_cut=True)
-        self.expert_ops[need] = self.expert_ops[more] = (layer, group)
+        group, end = self.experts(layer, resident)
+        self.expert_ops[need] = self.expert_ops[end] = (layer, group)
         p.op("combine", self.step, self.down, g.hidden, self.share, g.top_k, self.shared.array, self.shared.ld,
-             self.shared_gate.array, self.shared_gate.ld, self.y.array, self.y.ld, g.hidden)
+             self.shared_gate.array, self.shared_gate.ld, self.y.array, self.y.ld, g.hidden, barrier=False)
 
-    def experts(self, layer: int, resident: np.ndarray) -> int:
-        """The experts' own GEMVs, grouped by expert; returns the row of the `group` op."""
+    def experts(self, layer: int, resident: np.ndarray) -> tuple[int, int]:
+        """The experts' own GEMVs, grouped by expert; returns the row of the `group` op, and of the last, which cuts
+        while experts are left to do."""
         g, p, record = self.g, self.program, self.store.record
         group = p.op("group", self.step, self.chosen, g.top_k, resident, self.store.stamp[layer], self.todo,
                      self.clock, self.groups, self.lists, self.lists.shape[1], self.x.array, self.x.array.strides[0],
                      self.gate_up, self.gate_up.strides[0], 4 * g.moe_inter, self.act, self.act.strides[0], self.down,
-                     g.experts, self.used, self.down.strides[0])
+                     g.experts, self.used, self.down.strides[0], self.team.cut_cell)
         x, gate, up, act, down = self.lists
         into, out = (g.moe_inter, g.hidden), (g.hidden, g.moe_inter)
         common = (*record.block, p.tiles(record.kind), GRAIN)
-        p.op("grouped", self.groups, record.gate, record.gate_scale, x, gate, *into, *common, barrier=False)
-        p.op("grouped", self.groups, record.up, record.up_scale, x, up, *into, *common)
-        p.op("swiglu", self.groups[1:], gate, up, act, g.moe_inter)
-        p.op("grouped", self.groups, record.down, record.down_scale, act, down, *out, *common)
-        return group
+        p.op("gated", self.groups, record.gate, record.gate_scale, x, gate, *into, *common, record.up, record.up_scale,
+             up, act)
+        end = p.op("grouped", self.groups, record.down, record.down_scale, act, down, *out, *common, may_cut=True)
+        return group, end
 
     # ---- final mixer
     def final(self, prefix: str, streams: Rows, step: np.ndarray, rows: int) -> Rows:
@@ -205,6 +209,6 @@ class Blocks:
 
         n, low, m, x = fresh(g.width), fresh(g.hc_lowrank), fresh(g.width), fresh(g.hidden)
         rms_group(p, streams, w.norm(prefix + "hc_norm.weight"), n, g.hidden, g.eps, step=step)
-        linear(p, Input(n, g.width), w.matrix(prefix + "input_mix_weight_down.weight"), low, step=step)
+        self.narrow(prefix, Input(n, g.width), low, step)
         self.mix(prefix, n, low, m, x, step)
         return x

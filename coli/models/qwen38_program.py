@@ -13,6 +13,8 @@ experts that are not resident (coli/models/qwen38.py serves both).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from coli.experts import ExpertStore
@@ -44,7 +46,8 @@ def state_spec(g: Geometry) -> StateSpec:
 def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int) -> int:
     """Bytes of the program's buffers, computed ahead (tests/models/test_memory.py compares them with the real ones)."""
     inner, limit = g.gdn_value_heads * g.gdn_value_dim, max(limit, MAX_UNDOABLE)
-    row = row_floats(g, ctx) + 2 * (g.conv_channels + inner) + 4 * g.gdn_value_heads + g.ple_dim + 14
+    row = row_floats(g, ctx) + 2 * (g.conv_channels + inner) + 4 * g.gdn_value_heads + 14
+    row += len(g.ple_layers) * (g.ple_dim + 2)
     final = MAX_UNDOABLE * (3 * g.width + g.hc_lowrank + g.hidden + g.vocab)
     scratch = threads * (scratch_floats(g, ctx) + _block_floats(g))
     return 4 * (limit * row + final + scratch) + 32 * g.experts
@@ -58,7 +61,9 @@ def _block_floats(g: Geometry) -> int:
 class Writer(Blocks):
     """Writes the program of the trunk: one method an idea, buffers shared by all layers."""
 
-    def __init__(self, g: Geometry, weights: Weights, store: ExpertStore, team: Team, ctx: int, limit: int) -> None:
+    def __init__(self, g: Geometry, weights: Weights, store: ExpertStore, team: Team, ctx: int, limit: int,
+                 kept_ngrams: Sequence[bool]) -> None:
+        """`kept_ngrams`, by PLE layer: its n-gram rows are in `e` when the program starts."""
         limit = max(limit, MAX_UNDOABLE)  # a verify is one call
         p = Program(limit)
         super().__init__(p, p.step, limit, g, weights, store, team, ctx)
@@ -66,9 +71,10 @@ class Writer(Blocks):
         self.last = p.buffer(8, dtype=np.int64)  # step block of the rows whose logits are wanted
         self.embedding = Embedding(weights.checkpoint, limit)
         self.ids = np.arange(limit)  # row r of a call takes row r of `embedding.rows`
+        self.kept_ngrams = kept_ngrams
         self.ngram_ops: dict[int, int] = {}  # op row -> PLE index
         self._gdn_buffers()
-        self.e = self.rows(g.ple_dim) if g.ple_layers else None
+        self.e = [self.rows(g.ple_dim) for _ in g.ple_layers]
 
     def _gdn_buffers(self) -> None:
         g, p = self.g, self.program
@@ -107,10 +113,9 @@ class Writer(Blocks):
         g, p, w = self.g, self.program, self.w
         name = f"layers.{layer}.linear_attn."
         linears(p, Input(self.x, g.hidden), [
-            (w.matrix(name + "in_proj_qkv.weight"), self.qkv), (w.matrix(name + "in_proj_z.weight"), self.z),
-            (w.matrix(name + "in_proj_a.weight"), self.a),
-            (w.matrix(name + "in_proj_b.weight"), self.b),
-        ])
+            (w.matrix(name + "in_proj_z.weight"), self.z), (w.matrix(name + "in_proj_a.weight"), self.a),
+            (w.matrix(name + "in_proj_b.weight"), self.b), (w.matrix(name + "in_proj_qkv.weight"), self.qkv),
+        ], barrier=False)  # the convolution goes by `columns`
         ring = StateCell(lambda state: state.rings[index].ctypes.data)
         p.op("conv_silu", p.step, self.qkv.array, self.qkv.ld, w.conv(name + "conv1d.weight"), ring,
              self.spec.ring_rows(g.gdn_conv - 1), self.u.array, self.u.ld, g.conv_channels, g.gdn_conv, 1, 0, 0)
@@ -119,7 +124,8 @@ class Writer(Blocks):
         self.recurrence(p, index)
         p.op("gated_norm", p.step, self.o.array, self.o.ld, self.z.array, self.z.ld, w.vector(name + "norm.weight"),
              g.gdn_value_heads, g.gdn_value_dim, g.eps, _ACTIVATION[g.gate])
-        linear(p, Input(self.o, g.gdn_value_heads * g.gdn_value_dim), w.matrix(name + "out_proj.weight"), self.y)
+        linear(p, Input(self.o, g.gdn_value_heads * g.gdn_value_dim), w.matrix(name + "out_proj.weight"), self.y,
+               barrier=False)
 
     def recurrence(self, p: Program, index: int) -> None:
         p.op("deltanet", p.step, self.u.array, self.u.ld, self.decay, self.beta,
@@ -137,11 +143,11 @@ class Writer(Blocks):
     # ---- hashed n-gram embedding (5b, PLE)
     def ple(self, layer: int, index: int) -> None:
         g, p, w = self.g, self.program, self.w
-        assert self.e is not None
         name = f"layers.{layer}.ple."
-        self.ngram_ops[p.op("wait_ngrams", self.team.cut_cell, may_cut=True)] = index
+        if not self.kept_ngrams[index]:
+            self.ngram_ops[p.op("wait_ngrams", self.team.cut_cell, may_cut=True)] = index
         # m, n, x and y are free between sites: key in m, normed streams in n, value in x
-        linears(p, Input(self.e, g.ple_dim), [
+        linears(p, Input(self.e[index], g.ple_dim), [
             (w.matrix(name + "key_proj.weight"), self.m), (w.matrix(name + "value_proj.weight"), self.x),
         ])
         rms_group(p, self.m, w.norm(name + "norm_key.weight"), self.m, g.hidden, g.eps)

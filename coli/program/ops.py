@@ -72,12 +72,14 @@ def linear(
     )
 
 
-def linears(program: Program, source: Input, pairs: list[tuple[Weight, Rows]], *, step: Any = None) -> None:
-    """Several products of the same rows; one barrier behind the last."""
+def linears(
+    program: Program, source: Input, pairs: list[tuple[Weight, Rows]], *, step: Any = None, barrier: bool = True
+) -> None:
+    """Several products of the same rows; one barrier behind the last, if any."""
     for weight, _ in pairs:
         quantized(program, source, weight.kind, step)
     for i, (weight, out) in enumerate(pairs):
-        linear(program, source, weight, out, step=step, barrier=i == len(pairs) - 1)
+        linear(program, source, weight, out, step=step, barrier=barrier and i == len(pairs) - 1)
 
 
 def listed(

@@ -134,9 +134,12 @@ class Decoder:
 
     def copy(self) -> Place:
         """The place between two turns, behind what was read or fed last. Raises ValueError inside a turn."""
-        if self._verify is not None:
-            raise ValueError("copy() is for between turns: finish() first")
+        self._between_turns()
         return Place(self.state.copy(), None if self.mtp is None else self.mtp.copy())
+
+    def _between_turns(self) -> None:
+        if self._verify is not None:
+            raise ValueError("a verify is open, and what it drafted in the state: finish() first")
 
     def load(self, place: Place) -> None:
         """Return to a place of this sequence whose K/V rows are still there."""
@@ -156,7 +159,8 @@ class Decoder:
             self._vocabulary.begin(prompt)
 
     def prefill(self, tokens: Any) -> np.ndarray:
-        """Append at most `model.limit` prompt tokens; logits [vocab] of the last."""
+        """Append at most `model.limit` prompt tokens; logits [vocab] of the last. Raises ValueError inside a turn."""
+        self._between_turns()
         if len(tokens) > self.model.limit:
             raise ValueError(f"{len(tokens)} tokens in a chunk of {self.model.limit}")
         answer = self.model.forward(tokens, self.state)

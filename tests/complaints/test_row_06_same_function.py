@@ -38,9 +38,9 @@ OPTIONS: dict[str, tuple[dict, dict]] = {
 def test_row_06_a_head_that_is_the_trunk_is_always_right(tmp_path, form, flags):
     form = dict(config=copied_config(), change=copy_trunk_into_head, seed=3) | form
     with open_tiny(tmp_path, form, flags) as engine:
-        for first in range(5):
-            recording = record(engine, [20 * first, 7, 30 * first + 1], 30)
+        for first in range(12):
+            recording = record(engine, [20 * first, 7, 22 * first + 1], 14)
             for depth in (1, 2, 3):
                 report = compare(recording, Speculation(drafts=depth, lookup=False, gate=False), f"{flags}, {depth}")
                 assert report.mtp.accepted == report.mtp.judged > 0, f"{flags}: a draft was refused"
-                assert report.forwards == -(-30 // (1 + depth))
+                assert report.forwards == -(-14 // (1 + depth))

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from coli.kernels.linear import grouped, linear, quantize
+from coli.kernels.linear import gated, grouped, linear, quantize
 from coli.kernels.linear_reference import (
     bf16_numpy,
     dequantise,
@@ -18,6 +18,7 @@ from coli.kernels.linear_reference import (
     prepare_numpy,
     to_bf16,
 )
+from coli.kernels.moe import swiglu
 from coli.kernels.packing import (
     GRAIN,
     OFFSETS,
@@ -159,6 +160,34 @@ def test_grouped_equals_separate_products(kind: str) -> None:
             grouped, np.array(groups), lead, lead + code, xs, pointers(y), n, k, 16, 50, table(kind), GRAIN, nt=nt
         )  # fmt: skip
         assert same_bits(y, expected), nt
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("n", [37, 64])
+def test_gated_equals_two_grouped_products_and_swiglu(kind: str, n: int) -> None:
+    k, counts = 130, [1, 3, 2]
+    code, scale = (getattr(weight(kind, n, k, a=16, b=50), part).nbytes for part in ("w", "s"))
+    record = -(-(code + scale) // 64) * 64
+    arena, groups = aligned(record * 6), [3, 6]  # three gates, then three ups
+    for e in range(6):
+        w = weight(kind, n, k, seed=e, a=16, b=50)
+        part = arena[e * record : (e + 1) * record]
+        part[:code], part[code : code + scale] = (a.reshape(-1).view(np.uint8) for a in (w.w, w.s))
+        if e < 3:
+            groups += [address(part), sum(counts[:e]), counts[e]]
+    x, up = activations(6, k), 3 * record
+    xs, cells = pointers(x), np.array(groups)
+    gate, ups, expected, out = (np.zeros((6, n), np.float32) for _ in range(4))
+    tail = (n, k, 16, 50, table(kind), GRAIN)
+    call(grouped, cells, 0, code, xs, pointers(gate), *tail)
+    call(grouped, cells, up, up + code, xs, pointers(ups), *tail)
+    call(swiglu, cells[1:], pointers(gate), pointers(ups), pointers(expected), n)
+    assert expected.any() and not same_bits(gate, ups)
+    for nt in (1, 2, 3, 5):
+        gate[:], ups[:], out[:] = 0, 0, 0
+        to = (up, up + code, pointers(ups), pointers(out))
+        call(gated, cells, 0, code, xs, pointers(gate), *tail, *to, nt=nt)
+        assert same_bits(out, expected), nt
 
 
 def test_grouped_without_groups_does_nothing() -> None:

@@ -24,10 +24,10 @@ def test_the_layers_agree_on_the_control_block_and_the_table():
     assert (builder.BARRIER, builder.MAY_CUT) == (threads.BARRIER, threads.MAY_CUT)
     names = ("CUT", "TABLE", "PC", "END", "THREADS", "QUIT", "SPINS", "IDLE_SPINS", "LINES", "PARKED")
     assert [getattr(cpu, name) for name in names] == [getattr(threads, name) for name in names]
-    from coli.models import qwen38
+    from coli.models import playing
 
     reasons = ("NEED_EXPERTS", "MORE_WAVES", "NEED_NGRAMS")
-    assert [getattr(qwen38, name) for name in reasons] == [getattr(dispatch, name) for name in reasons]
+    assert [getattr(playing, name) for name in reasons] == [getattr(dispatch, name) for name in reasons]
 
 
 def _scaling_program(kernels: Kernels, values: np.ndarray, times: int, cut: np.ndarray | None = None) -> Program:

@@ -255,6 +255,13 @@ def fuzz(recording: Recording, seed: int, replay: str) -> int:
     decoder, judge = start(recording, options, replay, make=Fuzzed, absorb=bool(rng.random() < 0.5))
     assert isinstance(decoder, Fuzzed)
     decoder.rng = rng
+    if rng.random() < 0.3:  # nothing of an earlier sequence may be left
+        decoder._trace = None
+        read(decoder, rng.permutation(recording.ids[:30]).tolist(), recording.engine.limit)
+        for token in recording.ids[30:40]:
+            decoder.feed(token)
+        decoder.reset()
+        decoder._trace = judge.settled
     decoder.begin(recording.ids[: recording.prompt])
     limit, at = recording.engine.limit, 0
     judge.logits(0, read(decoder, recording.ids[: recording.prompt], int(rng.integers(1, limit + 1))))

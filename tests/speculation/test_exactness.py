@@ -106,12 +106,20 @@ def repeating(engines, name: str, period: int = 7) -> harness.Recording:
 
 
 def test_the_gate_takes_right_drafts_and_leaves_wrong_ones(engines):
-    """A fresh gate thinks well of drafts; what it does is in the counters, and its line says that it decided."""
+    """What it does is in the counters, and its line says that it decided. A row more costs a tenth here, so that the
+    machine's moods do not."""
     recording = engines.recording("f32", 1)
-    right = compare(recording, NATURAL["gate's depth, right drafts"])
+
+    def timed(decoder: Decoder) -> None:
+        gate, forward = decoder.gate, decoder.gate.forward
+        gate.forward = lambda rows, seconds: forward(rows, 1e-3 * (0.9 + 0.1 * rows))
+        gate.first_cost = gate.draft_cost = lambda source, seconds: None
+
+    right = compare(recording, NATURAL["gate's depth, right drafts"], prepare=timed)
     assert right.mtp.accepted == right.mtp.judged > 0 and right.gate.decided and right.fixed_depth == 0
-    wrong = compare(recording, Speculation(drafts=0, lookup=False, mtp_force="reject"))
-    assert wrong.mtp.accepted == 0 and wrong.mtp.verifies < wrong.forwards and wrong.mtp.declined > 0
+    assert right.forwards < right.tokens / 2.5
+    wrong = compare(recording, Speculation(drafts=0, lookup=False, mtp_force="reject"), prepare=timed)
+    assert wrong.mtp.accepted == 0 and wrong.mtp.verifies < wrong.forwards / 3 and wrong.mtp.declined > 50
 
 
 def test_a_text_that_repeats_is_copied(engines):
@@ -202,6 +210,21 @@ def test_two_sequences_take_turns_on_one_engine(engines):
     for _, decoder, judge in running:
         decoder.finish()
         judge.end()
+
+
+def test_inside_a_turn_there_is_no_place_and_nothing_to_read(engines):
+    """An open verify's drafts are in the state: whoever took or extended it now would keep them."""
+    recording = engines.recording("f32", 1)
+    decoder, judge = harness.start(recording, Speculation(drafts=2, lookup=False, gate=False), "")
+    harness.read(decoder, recording.ids[: recording.prompt], 16)
+    decoder.feed(recording.tokens[0])
+    for refused in (decoder.copy, lambda: decoder.prefill(recording.tokens[1:3])):
+        with pytest.raises(ValueError, match="finish"):
+            refused()
+    decoder.finish()
+    assert decoder.copy().trunk.length == recording.prompt + 1
+    judge.logits(3, decoder.prefill(recording.tokens[1:3]))
+    judge.end()
 
 
 def test_the_harness_notices(engines):

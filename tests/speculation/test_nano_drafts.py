@@ -13,7 +13,7 @@ from coli.sampling import Sampling
 from coli.session import Request, Session
 from coli.settings import load
 from coli.speculation.options import Speculation
-from tests.speculation.harness import Recording, compare, record
+from tests.speculation.harness import Recording, compare, fuzz, record
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "nano_oracle" / "oracle.json").read_text())
 SHORT = [name for name in CASES if name != "long"]
@@ -59,6 +59,8 @@ WAYS = {
 def test_real_answers_are_plain_ones_byte_for_byte(engine, recordings, name):
     for way, options in WAYS.items():
         compare(recordings[name], options, f"nano, {name}, {way}", absorb=way == "by the gate")
+    for seed in range(2):
+        fuzz(recordings[name], seed, f"nano, {name}")
 
 
 SAMPLINGS = {
