@@ -10,12 +10,13 @@ the head's first draft in the verify): kept apart, T(n) means the same for every
 
 Averages: `if w < M: w += 1; x += (v - x) / w`, a mean that becomes an EMA. M: 16 verifies, 8 forwards. Prior weight: 2.
 What we add to the law, each guarded by the tests with the word in brackets in their names:
-  - T(1) is wanted early: the first step is a plain one, and the next is forced after 8 forwards, not 64, because a
-    first sample is often a cold one. Until T(1) is known nothing says whether drafting pays [plain_step]. A plain step
-    asked for and not taken (a fixed depth) is asked for again 64 forwards later, not at every pick.
-  - Times err upwards. A sample over 3 times the estimate is let off, once in 8 samples of its row count; what comes
-    again is real and counts in full. One hiccup of a busy machine else sets T(1) too high, drafts look free, and no
-    plain step corrects it for 64 forwards [hiccup].
+  - T(1) is wanted early: a gate that never saw a plain step asks for one at its first pick, and once more 8 forwards
+    later, because a first sample is often a cold one. Until T(1) is known nothing says whether drafting pays
+    [plain_step]. A plain step asked for and not taken (a fixed depth) is asked for again 64 forwards later, not at
+    every pick.
+  - Times err upwards. A sample over 3 times the estimate (of two samples and more) is let off, once in 8 samples of its
+    row count; what comes again is real and counts in full. One hiccup of a busy machine else sets T(1) too high, drafts
+    look free, and no plain step corrects it for 64 forwards [hiccup].
   - An estimate without news for 8 forwards is out of its memory: the next sample moves it by half, or replaces it where
     that estimate was 3 times slower, so that the rare probes of a declining gate see a store that warmed up [row_27].
   - A probe in the place of a plain step whose drafts all stood is followed by another at once where such a verify could
@@ -59,7 +60,7 @@ class _Seconds:
             self.at = now
             if self.spared:
                 self.spared -= 1
-            elif seconds > HICCUP * self.x:
+            elif seconds > HICCUP * self.x and self.weight > 1:  # of two samples nobody knows which is the odd one
                 self.spared = FORWARDS
                 return
             if weight == 1 and self.x > HICCUP * seconds:
@@ -128,6 +129,7 @@ class Gate:
         self._times = [_Seconds() for _ in range(MOST_DRAFTS + 2)]  # T(n); 0 is not used
         self._rho, self._rho_weight = RHO_PRIOR, PRIOR_WEIGHT
         self._forwards, self._until_plain = 0, 0
+        self._asked_first = False  # the next plain step is the first, and one that the gate asked for
         self._last = 0.0  # seconds of the last forward
         self._decided = False
 
@@ -142,7 +144,8 @@ class Gate:
         self._times[rows].add(seconds, now)
         plain = self._times[1].x
         if rows == 1 or self._until_plain <= 0:
-            self._until_plain = PLAIN_SOON if self._times[1].weight == 1 else PLAIN_EVERY
+            self._until_plain = PLAIN_SOON if self._asked_first and rows == 1 else PLAIN_EVERY
+            self._asked_first = False
         if rows == 1:
             return
         self._until_plain -= 1
@@ -209,6 +212,7 @@ class Gate:
         found = self._sources[source]
         found.used = self._decided = True
         if self._until_plain <= 0:
+            self._asked_first = not self._times[1].weight
             return 0, 1.0
         limit = proposed if proposed < MOST_DRAFTS else MOST_DRAFTS
         return self._decide(found, found.by_position.x, limit, found.first.x, found.extra.x, 1.0)
@@ -221,6 +225,7 @@ class Gate:
         found = self._sources[source]
         found.used = self._decided = True
         if self._until_plain <= 0 and fixed != 1:
+            self._asked_first = not self._times[1].weight
             return 0, 1.0
         limit = min(len(p), fixed or MOST_DRAFTS, MOST_DRAFTS)
         acceptance = [found.bins.x[_bin(probability)] for probability in p[:limit]]

@@ -442,6 +442,7 @@ def test_hiccups_of_one_forward_in_a_hundred_cost_little():
 
 def test_a_cold_first_plain_step_is_soon_forgotten():
     gate = Gate()
+    assert gate.pick("mtp", 3) == (0, 1.0)
     gate.forward(1, 10.0)
     machine = Machine(line(0.7), [0.3] * 8, gate, noise=0.03)
     machine.run(12)
@@ -467,3 +468,31 @@ def test_a_pick_a_forward_and_a_result_are_quick():
         return (time.perf_counter() - start) / 2_000 * 1e6
 
     assert min(microseconds() for _ in range(7)) < 12
+
+
+# ---- the anchors of the law, with nothing but what it names ----------------------------------------------------------
+
+
+def test_anchor_free_rows_are_drafted_in_full_at_once():
+    gate = Gate()
+    for rows in range(1, 10):
+        gate.forward(rows, 1.0)
+    assert gate.pick("mtp", 3) == (3, pytest.approx(2.52))
+
+
+def test_anchor_costly_rows_are_probed_three_times_in_48_picks():
+    gate = Gate()
+    gate.forward(1, 1.0)
+    for rows in range(2, 10):
+        gate.forward(rows, 3.0 * rows)
+    for _ in range(48):
+        gate.pick("mtp", 3)
+    assert (gate.probes("mtp"), gate.declined("mtp")) == (3, 45)
+
+
+def test_anchor_the_first_two_samples_make_a_mean():
+    gate = Gate()
+    gate.forward(1, 1.0)
+    gate.forward(2, 1.0)
+    gate.forward(2, 5.0)
+    assert dict(gate.describe().rows)[2] == pytest.approx(3.0)
