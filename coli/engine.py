@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -29,7 +29,8 @@ from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads, usable_cpus
 from coli.report import size
 from coli.settings import Settings, no_effect
-from coli.speculation.options import Speculation
+from coli.speculation import lookup
+from coli.speculation.options import Speculation, idle
 from coli.speculation.vocabulary import Vocabulary, usage_path
 from coli.tokenizer import Tokenizer
 
@@ -55,6 +56,7 @@ class Engine:
                 "faster"
             )
         self.vocabulary: Vocabulary | None = None
+        self.terms: memory.Terms
         self._closing = ExitStack()  # what is open so far, should a later step fail
         with self._closing as opened, ThreadPoolExecutor(1) as pool:
             text = pool.submit(self._open_text)
@@ -94,13 +96,7 @@ class Engine:
         kind, block = stored_kind(self.checkpoint, g)
         slot = expert_record(kind, g, block).nbytes
         plan, self.head_line = self._plan_head()
-        try:
-            fits = self._budget(slot, plan)
-        except DoesNotFit:
-            if plan is None or settings.mtp:
-                raise
-            plan, self.head_line = None, "no draft head: the memory budget holds the model only without it"
-            fits = self._budget(slot, plan)
+        plan, fits = self._fit(slot, plan)
         self.cap = min(settings.cap or fits, fits, g.experts)
         if settings.cap and self.cap < settings.cap < g.experts:
             self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
@@ -114,19 +110,55 @@ class Engine:
         opened.callback(self.model.close)
         self.store, self.weights = store, weights
         self.stores = [store]  # the trunk's, then the head's
-        self.head = None if plan is None else self._open_head(plan, kernels, opened)
+        self.head: Qwen38Head | None = None
+        if plan is not None:
+            self._load_head(plan, kernels, opened)
+        self.notes += idle(settings, head=self.head is not None)
 
-    def _budget(self, slot: int, plan: HeadPlan | None) -> int:
-        """Experts a layer that the budget holds beside everything else. Raises DoesNotFit."""
+    def _fit(self, slot: int, plan: HeadPlan | None) -> tuple[HeadPlan | None, int]:
+        """(the head that fits, experts a layer): a head's own --mtp-cap gives way first, then a head nobody demanded.
+        Raises DoesNotFit."""
+        if plan is None:
+            return None, self._budget(slot, None, 0)
+        own = min(self.settings.mtp_cap or 0, self.geometry.experts)
+        for self.mtp_cap in sorted({own, 0}, reverse=True):
+            with suppress(DoesNotFit):
+                fits = self._budget(slot, plan, self.mtp_cap)
+                if self.mtp_cap != own:
+                    self.notes.append(f"--mtp-cap {own} is more than the memory budget holds: the head keeps as many "
+                                      "experts as a layer")  # fmt: skip
+                return plan, fits
+        if self.settings.mtp:
+            return plan, self._budget(slot, plan, 0)  # raises
+        self.head_line = "no draft head: the memory budget holds the model only without it"
+        return None, self._budget(slot, None, 0)
+
+    def _load_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> None:
+        """Open the head, or say why there is none. Raises ModelError where one is demanded."""
+        with ExitStack() as mine:
+            try:
+                self.head = self._open_head(plan, kernels, mine)
+            except ModelError as error:
+                if self.settings.mtp:
+                    raise
+                self.head_line, self.vocabulary = f"no draft head: {error.what}", None
+                self.terms, self.stores = replace(self.terms, head=0), [self.store]
+                return
+            opened.push(mine.pop_all())
+
+    def _budget(self, slot: int, plan: HeadPlan | None, mtp_cap: int) -> int:
+        """Experts a layer that the budget holds beside everything else; `mtp_cap`: those of the head, 0 for as many as
+        a layer keeps. Raises DoesNotFit."""
         g, settings, spec = self.geometry, self.settings, qwen38_program.state_spec(self.geometry)
         head, each = 0, g.layers * slot
         if plan is not None:
-            head = plan.nbytes + (settings.mtp_cap or 0) * plan.slot
-            each += 0 if settings.mtp_cap else plan.slot
+            head = plan.nbytes + mtp_cap * plan.slot
+            each += 0 if mtp_cap else plan.slot
         self.terms = memory.terms(
             spec, ctx=self.ctx, undo=spec.undo_bytes(settings.undo, Speculation.of(settings).deepest), head=head,
             dense=qwen38_layout.dense_bytes(self.checkpoint, g, trunk_int8=settings.trunk_int8),
             workspace=qwen38_program.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
+            lookup=self.ctx * lookup.TOKEN_BYTES * settings.lookup,
         )
         budget = settings.ram or memory.default_budget()
         return memory.choose_cap(budget, self.terms, experts=g.experts, each=each)
@@ -148,7 +180,7 @@ class Engine:
 
     def _open_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> Qwen38Head:
         settings, g = self.settings, self.geometry
-        cap = min(settings.mtp_cap or self.cap, g.experts)
+        cap = self.mtp_cap or self.cap
         store = ExpertStore(self.checkpoint, g, cap, threads=4, layers=(qwen38_layout.HEAD,))
         opened.callback(store.close)
         self.stores.append(store)
@@ -215,7 +247,7 @@ def _open_dump(path: Path | None, opened: ExitStack) -> BinaryIO | None:
     if path is None:
         return None
     try:
-        return opened.enter_context(open(path, "ab"))
+        return opened.enter_context(open(path, "ab", buffering=0))  # what cannot be written is known at once
     except OSError as error:
         hint = "give a file in a folder you may write"
         raise UsageError(f"cannot write {path}: {error.strerror}", "Q38_MTP_DUMP", hint) from error

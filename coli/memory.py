@@ -31,16 +31,19 @@ class Terms:
     workspace: int  # activations of a prefill chunk
     undo: int  # what the deepest verify needs to be undone
     head: int  # the draft head: weights, context, workspace, and experts where their number is fixed
+    lookup: int  # the index of prompt lookup, of a whole context
 
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def terms(spec: StateSpec, *, dense: int, ctx: int, workspace: int, undo: int = 0, head: int = 0) -> Terms:
+def terms(
+    spec: StateSpec, *, dense: int, ctx: int, workspace: int, undo: int = 0, head: int = 0, lookup: int = 0
+) -> Terms:
     return Terms(
         process=PROCESS, dense=dense, kv=ctx * spec.kv_bytes_per_token(),
-        recurrent=spec.recurrent_bytes() + spec.ring_bytes(), workspace=workspace, undo=undo, head=head,
+        recurrent=spec.recurrent_bytes() + spec.ring_bytes(), workspace=workspace, undo=undo, head=head, lookup=lookup,
     )
 
 
@@ -67,7 +70,7 @@ def choose_cap(budget: int, needs: Terms, *, experts: int, each: int) -> int:
     cap = (budget - needs.total) // each
     if cap < 1:
         floor = needs.total + each
-        rest = needs.process + needs.recurrent + needs.workspace + needs.undo
+        rest = needs.process + needs.recurrent + needs.workspace + needs.undo + needs.lookup
         raise DoesNotFit(
             f"the budget is {budget / 1e9:.2f} GB, this model needs at least {floor / 1e9:.2f} GB "
             f"({needs.dense / 1e9:.2f} weights, {needs.kv / 1e9:.2f} context, {each / 1e9:.2f} for one expert a layer, "

@@ -146,6 +146,11 @@ class Comparison:
     def same(self) -> bool:
         return self.matched == self.tokens and (self.logits is None or self.logits.argmax_equal)
 
+    @property
+    def failure(self) -> str:
+        """The line that says what is not the same."""
+        return self.lines()[0 if self.mismatch is not None else -1]
+
     def lines(self) -> list[str]:
         said = [f"{self.matched} of {self.tokens} tokens match"]
         if self.mismatch is not None:

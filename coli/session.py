@@ -111,7 +111,7 @@ class Session:
                 logits = self.decoder.feed(turn.ids[-1])
             yield from filter(None, [turn.stream.flush()])
         finally:
-            self.decoder.finish()
+            self.decoder.finish(turn.ids[-1] if turn.reason else None)
             self.report = self._report(turn, before)
 
     def _limit(self, request: Request) -> int:

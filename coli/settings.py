@@ -28,6 +28,11 @@ ALL = ("all",)
 QWEN38 = ("qwen38",)
 ENGINES = ("qwen38",)  # engines this version has
 _OWNED = {"COLI_": "", "Q36_": "qwen36", "Q38_": "qwen38"}  # prefixes we answer for, and the engine that owns them
+# Names of spec_decoding.md section 7 that this version has no use for, and why.
+_ELSEWHERE = dict.fromkeys(("MTP", "DRAFT", "MTP_PSTEP", "COLI_MTP_GUARD_PCT", "COLI_MTP_GUARD_WINDOW"),
+                           "it belongs to the engine colibri, which this version does not have")  # fmt: skip
+_ELSEWHERE |= dict.fromkeys(("Q38_MTP_CHAIN", "Q38_DRAFT_HEAD"),
+                            "it steers the device path, which this version does not have")  # fmt: skip
 GB = 10**9
 _FORCE = ("accept", "mixed", "cycle", "reject", *(f"row{row}" for row in range(1, 9)))
 
@@ -104,8 +109,8 @@ class Depth:
     def parse(self, text: str) -> int:
         return 0 if text == "auto" else Whole(0, self.most).parse(text)
 
-    def check(self, value: str) -> int:
-        return self.parse(value)  # the flag arrives as text too, for the sake of `auto`
+    def check(self, value: str | int) -> int:
+        return self.parse(str(value))  # the flag arrives as text too, for the sake of `auto`
 
     def show(self, value: int) -> str:
         return str(value) if value else "auto"
@@ -264,9 +269,9 @@ class Settings:
     mtp_vocab: int = variable("Q38_MTP_VOCAB", Whole(0), 16000, "tokens the head scores, the most used ones; 0 is the "
                               "whole vocabulary", flag="--mtp-vocab", engines=QWEN38)  # fmt: skip
     mtp_wiring: str = variable("Q38_MTP_WIRING", Choice(("a", "b")), "b", "the head's input norm: b one a stream, a "
-                               "one over the four", engines=QWEN38)  # fmt: skip
+                               "one over the four", flag="--mtp-wiring", engines=QWEN38)  # fmt: skip
     mtp_cap: int | None = variable("Q38_MTP_CAP", Whole(1), None, "experts of the head kept in memory",
-                                   engines=QWEN38, unset="as many as a layer keeps")  # fmt: skip
+                                   flag="--mtp-cap", engines=QWEN38, unset="as many as a layer keeps")  # fmt: skip
     mtp_pstep: bool = variable("Q38_MTP_PSTEP", Bit(), False, "1 trims each verify's deeper drafts by how sure the "
                                "head was of them", flag="--pstep", engines=QWEN38)  # fmt: skip
     mtp_force: str | None = variable("Q38_MTP_FORCE", Choice(_FORCE), None, "tests: the head's drafts come from the "
@@ -282,12 +287,14 @@ class Settings:
     gate: bool = variable("COLI_SPEC_GATE", Bit(), True, "0 verifies every proposal in full, whatever it costs",
                           flag="--gate")  # fmt: skip
     vocab_usage: Path | None = variable("COLI_VOCAB_USAGE", File(), None, "token counts that choose the head's "
-                                        "vocabulary", unset="`.coli_vocab` beside the model")  # fmt: skip
+                                        "vocabulary", flag="--vocab-usage",
+                                        unset="`.coli_vocab` beside the model")  # fmt: skip
     usage: Path | None = variable("COLI_USAGE", File(), None, "expert history; must not be COLI_VOCAB_USAGE's file",
                                   unset="none is kept")  # fmt: skip
     undo: str = variable("COLI_UNDO", Choice(("slots", "log")), "log", "how drafts that did not stand are undone: "
                          "by copies of the recurrent state, or by a log of what they add")  # fmt: skip
-    usage_save: bool = variable("USAGE_SAVE", Bit(), True, "0 leaves the history files as they are")
+    usage_save: bool = variable("USAGE_SAVE", Bit(), True, "0 leaves the history files as they are",
+                                flag="--usage-save")  # fmt: skip
     debug: bool = variable("COLI_DEBUG", Bit(), False, "1 prints the traceback of an error")
     env_strict: bool = variable("COLI_ENV_STRICT", Bit(), False, "1 makes an unknown variable an error")
     no_color: bool = variable("NO_COLOR", Present(), False, "no colours on stderr")
@@ -344,11 +351,13 @@ def _checked(row: Variable, value: Any, read: Any, where: str) -> Any:
 def _unknown(environ: Mapping[str, str], strict: bool) -> list[str]:
     """One warning a variable that carries our prefix and is no row of the table."""
     known = {row.name for row in TABLE.values()}
-    names = sorted(name for name in environ if name.startswith(tuple(_OWNED)) and name not in known)
+    idle = [f"{name} has no effect: {why}" for name, why in _ELSEWHERE.items() if name in environ]
+    ours = tuple(_OWNED)
+    names = sorted(n for n in environ if n.startswith(ours) and n not in known and n not in _ELSEWHERE)
     warnings = [_describe(name, known) for name in names]
     if warnings and strict:
         raise UsageError("; ".join(warnings), "COLI_ENV_STRICT=1", "`coli env` lists every variable")
-    return warnings
+    return idle + warnings
 
 
 def _describe(name: str, known: set[str]) -> str:

@@ -147,14 +147,6 @@ class State:
         self.recurrent.keep(rows, count)
         self.length, self._undo = before + rows, None
 
-    def rewind(self, length: int) -> None:
-        """Forget the rows from `length` on: only of a state that is all attention, where a length says everything."""
-        if self.spec.recurrent_layers or self.spec.rings:
-            raise ValueError("rewind() is for a state without recurrent layers and rings: use keep()")
-        if not 0 <= length <= self.length:
-            raise ValueError(f"rewind({length}) of a sequence of {self.length}")
-        self.length, self._undo = length, None
-
     def reset(self) -> None:
         """Back to an empty sequence."""
         self.length, self._undo = 0, None

@@ -19,6 +19,18 @@ Drafts = Annotated[
 MtpVocab = Annotated[
     int | None, typer.Option("--mtp-vocab", metavar="N", help="Tokens the head scores; 0 is all [16000].")
 ]
+MtpWiring = Annotated[
+    str | None, typer.Option("--mtp-wiring", metavar="a|b", help="The norm of the head's input [b].")
+]
+MtpCap = Annotated[
+    int | None, typer.Option("--mtp-cap", metavar="N", help="Experts of the head kept in memory [as a layer's].")
+]
+VocabUsage = Annotated[
+    Path | None, typer.Option("--vocab-usage", metavar="FILE", help="Token counts that choose what the head scores.")
+]
+UsageSave = Annotated[
+    bool | None, typer.Option("--usage-save/--no-usage-save", help="Save what was learned for later runs [yes].")
+]
 Pstep = Annotated[
     bool | None, typer.Option("--pstep/--no-pstep", help="Trim drafts the head is unsure of [no].")
 ]
@@ -35,11 +47,16 @@ Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Write one JSON line a forward to a file.")
 ]
 
-def check_force(settings: Settings) -> None:
-    """Raise UsageError for a FORCE variable where there is no reference to draft from."""
+def check_force(settings: Settings, *, reference: bool) -> None:
+    """Raise UsageError for a FORCE variable without a reference to draft from, or whose source is off."""
     from coli.errors import UsageError
     from coli.settings import TABLE
 
-    for name in ("mtp_force", "lookup_force"):
-        if getattr(settings, name) is not None:
+    for name, on, flag in (("mtp_force", settings.mtp is not False, "--no-mtp"),
+                           ("lookup_force", settings.lookup, "--no-lookup")):  # fmt: skip
+        if getattr(settings, name) is None:
+            continue
+        if not reference:
             raise UsageError("only acts with --reference", TABLE[name].name, "unset it, or give a reference")
+        if not on:
+            raise UsageError(f"forces drafts that {flag} turns off", TABLE[name].name, "give one of the two")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coli.commands import _options
+from coli.commands import _options, _speculation
 
 if TYPE_CHECKING:
     from coli.bench.arms import Arm
@@ -93,6 +93,12 @@ def bench(
         typer.Option("--replay", metavar="TRACE", help="Measure nothing: say what each depth would have cost in a "
                      "trace of `coli run --trace`."),
     ] = None,
+    mtp_vocab: _speculation.MtpVocab = None,
+    mtp_wiring: _speculation.MtpWiring = None,
+    mtp_cap: _speculation.MtpCap = None,
+    pstep: _speculation.Pstep = None,
+    lookup_drafts: _speculation.LookupDrafts = None,
+    gate: _speculation.Gate = None,
     model: _options.Model = None,
     ctx: _options.Ctx = None,
     cap: _options.Cap = None,
@@ -108,10 +114,14 @@ def bench(
     """
     from coli.commands._output import Output
 
-    settings, warnings = _options.settings(model=model, ctx=ctx, cap=cap, ram=ram, threads=threads)
+    settings, warnings = _options.settings(
+        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, mtp_vocab=mtp_vocab, mtp_wiring=mtp_wiring,
+        mtp_cap=mtp_cap, mtp_pstep=pstep, lookup_drafts=lookup_drafts, gate=gate,
+    )  # fmt: skip
     out = Output(quiet=quiet, color=not settings.no_color)
     out.lines(warnings)
     if replay is not None:
+        _check_replay(task=task, prompt=prompt, prompt_file=prompt_file, plot=plot)
         _replay(replay, output, out, color=not settings.no_color)
         return
     from coli.bench.arms import parse
@@ -124,6 +134,15 @@ def bench(
     code = _measure(plan, settings, out)
     if code:
         raise typer.Exit(code)
+
+
+def _check_replay(**measuring: Any) -> None:
+    from coli.errors import UsageError
+
+    for name, value in measuring.items():
+        if value:
+            raise UsageError("goes with measuring, --replay measures nothing", f"--{name.replace('_', '-')}",
+                             "give one of the two")  # fmt: skip
 
 
 def _prompts(tasks: list[str], texts: list[str], files: list[Path]) -> list[Prompt]:

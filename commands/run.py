@@ -102,6 +102,10 @@ def run(
     mtp: _speculation.Mtp = None,
     drafts: _speculation.Drafts = None,
     mtp_vocab: _speculation.MtpVocab = None,
+    mtp_wiring: _speculation.MtpWiring = None,
+    mtp_cap: _speculation.MtpCap = None,
+    vocab_usage: _speculation.VocabUsage = None,
+    usage_save: _speculation.UsageSave = None,
     pstep: _speculation.Pstep = None,
     lookup: _speculation.Lookup = None,
     lookup_drafts: _speculation.LookupDrafts = None,
@@ -123,7 +127,8 @@ def run(
 
     settings, warnings = _options.settings(
         model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, mtp=mtp, drafts=drafts, mtp_vocab=mtp_vocab,
-        mtp_pstep=pstep, lookup=lookup, lookup_drafts=lookup_drafts, gate=gate,
+        mtp_wiring=mtp_wiring, mtp_cap=mtp_cap, vocab_usage=vocab_usage, usage_save=usage_save, mtp_pstep=pstep,
+        lookup=lookup, lookup_drafts=lookup_drafts, gate=gate,
     )  # fmt: skip
     out = Output(quiet=quiet, color=not settings.no_color, file=output)
     out.lines(warnings)
@@ -134,12 +139,9 @@ def run(
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
     ask = Ask("", raw, system, think, effort, max_tokens, tuple(stop or ()), sampling)
+    _speculation.check_force(settings, reference=reference is not None)
     asked: Ask | Reference
-    if reference is not None:
-        asked = _reference(reference, words, file, ask)
-    else:
-        _speculation.check_force(settings)
-        asked = _question(ask, words or [], file, out)
+    asked = _reference(reference, words, file, ask) if reference else _question(ask, words or [], file, out)
     code = _answer(asked, settings, out, Form(json, trace, check))
     if code:
         raise typer.Exit(code)
@@ -243,7 +245,7 @@ def _one(
     if difference is not None:
         raise CheckFailed(str(difference), "--check")
     if reference is not None and compared is not None and not compared.same and not answer.code:
-        raise CheckFailed(f"{compared.lines()[0]}: the answer is another", reference.path)
+        raise CheckFailed(f"the answer is another: {compared.failure}", reference.path)
     return answer.code
 
 

@@ -285,7 +285,10 @@ class Qwen38Head:
 
     def _answer(self) -> tuple[int, float]:
         if self._dump is not None:
-            self._dump.write(self.scores.tobytes())
+            try:
+                self._dump.write(self.scores.tobytes())
+            except OSError as error:
+                raise ColiError(f"cannot write {self._dump.name}: {error.strerror}", "Q38_MTP_DUMP") from error
         return int(self._best.token[0]), float(self._best.p[0])
 
     def _run(self, head: HeadState, streams: np.ndarray, tokens: np.ndarray, start: int, end: int | None) -> None:

@@ -6,6 +6,17 @@ next draft is answered from that draft's row without a forward. The first that d
 the last one that stands are undone (`state.keep`), and the next verify starts from the caller's pick.
 Rules, names and constants: spec_decoding.md sections 1 to 5.
 
+Where we leave those rules, each for a reason:
+  - k stays below the tokens the caller may still pick (`begin`): nobody asks for the rows behind them.
+  - A copied proposal that no verify carried is judged by the picks all the same, for the gate alone (`_Shadow`): beside
+    a good head the lookup's estimate would stay at its prior for ever.
+  - The head's time until its first draft is kept apart from T(n) (coli/speculation/gate.py), so that verifies of both
+    sources share T(n).
+  - The head's list of tokens (coli/speculation/vocabulary.py) is scored whatever lm_head is stored as: a listed row of
+    a bf16 matrix costs no more than its bytes.
+One thing drafts can still do to an answer: an expert that only a wrong draft needs is read, and when that read fails
+the answer fails with it, as with any damaged file.
+
 Invariants, over any drafts (tests/speculation/test_exactness.py): the logits are those of plain decoding, byte for
 byte; after `finish` so is every byte of state; tokens = forwards + accepted drafts.
 """
@@ -204,8 +215,10 @@ class Decoder:
             self._shadow = None
             self.gate.result("lookup", shadow.accepted + (not stands), shadow.accepted)
 
-    def finish(self) -> None:
-        """End the turn: drafts nobody asked for are undone."""
+    def finish(self, last: int | None = None) -> None:
+        """End the turn: drafts nobody asked for are undone. `last`: a pick that was not fed, as the last one is not."""
+        if last is not None and self._vocabulary is not None:
+            self._vocabulary.picked(last)
         verify = self._verify
         if verify is not None:
             self._mid_verify = verify.accepted < len(verify.proposal.drafts)
@@ -214,7 +227,9 @@ class Decoder:
     # ---- a forward and its end
     def _forward(self, token: int, proposal: _Proposal) -> np.ndarray:
         if proposal.drafts and not self.state.reserve(len(proposal.drafts)):
-            proposal.drafts, proposal.source = [], None  # no memory to undo them: this step runs plain
+            if proposal.source is not None:
+                self.gate.outdone(proposal.source)
+            proposal.source, proposal.drafts, proposal.p = None, [], None  # no memory to undo them: a plain step
             self._no_memory = True
         rows, position = 1 + len(proposal.drafts), self.state.length
         start = time.perf_counter()
@@ -310,6 +325,8 @@ class Decoder:
                 return _Proposal()
             depth = len(fixed)
         trims = self.options.pstep and self.options.gate and self.options.drafts >= 2
+        if trims and self.gate.wants_plain():
+            return _Proposal()
         more = (lambda p: self.gate.deeper_p("mtp", p)) if trims else None
         written = self.mtp.write(self.state, token, depth, forced=fixed, more=more)
         if written is None:

@@ -205,14 +205,20 @@ class Gate:
 
     # -- what to do ----------------------------------------------------------------------------------------------------
 
+    def wants_plain(self) -> bool:
+        """Whether the next step should be a plain one for its time alone: then drafts need not be written either."""
+        due = self._until_plain <= 0
+        if due:
+            self._asked_first = not self._times[1].weight
+        return due
+
     def pick(self, source: str, proposed: int) -> tuple[int, float]:
         """(k, value(k)): how many of at most `proposed` drafts of `source` to carry. 0 is a plain step."""
         if proposed <= 0:
             return 0, 1.0
         found = self._sources[source]
         found.used = self._decided = True
-        if self._until_plain <= 0:
-            self._asked_first = not self._times[1].weight
+        if self.wants_plain():
             return 0, 1.0
         limit = proposed if proposed < MOST_DRAFTS else MOST_DRAFTS
         return self._decide(found, found.by_position.x, limit, found.first.x, found.extra.x, 1.0)
@@ -224,8 +230,7 @@ class Gate:
             return 0, 1.0
         found = self._sources[source]
         found.used = self._decided = True
-        if self._until_plain <= 0 and fixed != 1:
-            self._asked_first = not self._times[1].weight
+        if fixed != 1 and self.wants_plain():
             return 0, 1.0
         limit = min(len(p), fixed or MOST_DRAFTS, MOST_DRAFTS)
         acceptance = [found.bins.x[_bin(probability)] for probability in p[:limit]]

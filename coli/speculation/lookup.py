@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+TOKEN_BYTES = 300  # of index for each token, where no n-gram repeats (tests/bench/lookup.py)
 _BITS = 32
 _PAIR, _TRIPLE, _QUAD = ((1 << _BITS * n) - 1 for n in (2, 3, 4))
 
@@ -28,7 +29,7 @@ class Lookup:
     """History of one session and its index. Token ids lie in 0 .. 2^32 - 2.
 
     Only fed tokens are pushed, never drafts. A gap in the fed positions leaves the history unknown: from there on
-    nothing is proposed until the next `reset` or `rewind`.
+    nothing is proposed until the next `reset`.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -49,10 +50,6 @@ class Lookup:
         self._gap = False
         for token in tokens:
             self.push(token)
-
-    def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens. Reads them all again: restoring is rare, and a push stays cheap."""
-        self.reset(self._history[:length])
 
     def push(self, token: int, position: int | None = None) -> None:
         """Append a fed token. `position`, where given, is where it was fed: anything but `length` is a gap."""

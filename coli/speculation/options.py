@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coli.settings import Settings
+from coli.settings import TABLE, Settings
 
 MOST_MTP_DRAFTS, MOST_LOOKUP_DRAFTS = 3, 5
 
@@ -44,3 +44,19 @@ class Speculation:
     def off(cls) -> Speculation:
         """Plain decoding."""
         return cls(mtp=False, lookup=False)
+
+
+def idle(settings: Settings, *, head: bool) -> list[str]:
+    """A line for each setting that was given and cannot act, because what it steers is off; `head`: one is loaded."""
+    given = [name for name in TABLE if settings.origin(name) != "default"]
+    steers_head = ("drafts", "mtp_vocab", "mtp_wiring", "mtp_cap", "mtp_pstep", "mtp_force", "mtp_dump", "vocab_usage")
+    why = {name: "no draft head is loaded" for name in steers_head if not head}
+    if not settings.lookup:
+        why |= dict.fromkeys(("lookup_drafts", "lookup_force"), "prompt lookup is off")
+    if head and settings.mtp_pstep and (settings.drafts < 2 or not settings.gate):
+        why["mtp_pstep"] = "it trims a fixed depth of 2 or 3 under the gate"
+    if head and settings.mtp_force and settings.mtp_force.startswith("row"):
+        most = settings.drafts or MOST_MTP_DRAFTS
+        if int(settings.mtp_force[3:]) > most:
+            why["mtp_force"] = f"a verify has {most} drafts of the head"
+    return [f"{TABLE[name].name} has no effect: {why[name]}" for name in given if name in why]

@@ -120,3 +120,11 @@ def test_strict_makes_an_unknown_name_an_error() -> None:
     with pytest.raises(UsageError, match="COLI_CTXX"):
         load({}, {"COLI_CTXX": "1", "COLI_ENV_STRICT": "1"})
     load({}, {"COLI_ENV_STRICT": "1", "COLI_CTX": "10"})
+
+
+@pytest.mark.parametrize("name, why", [
+    ("COLI_MTP_GUARD_PCT", "colibri"), ("DRAFT", "colibri"), ("Q38_MTP_CHAIN", "device"), ("Q36_MTP", "qwen36"),
+])  # fmt: skip
+def test_a_variable_of_another_engine_or_device_is_named_with_its_owner(name, why):
+    warnings = load({}, {name: "1"})[1]
+    assert len(warnings) == 1 and warnings[0].startswith(f"{name} has no effect") and why in warnings[0]

@@ -273,7 +273,7 @@ def test_a_mismatch_on_the_scripted_engine_has_its_margin(coli: Coli, tmp_path: 
     assert done.stdout == (
         "1 of 2 tokens match\nfirst mismatch at token 1 of the answer: expected 4, got 1, logit margin 1.5\n"
     )
-    assert done.stderr == "coli: ref.json: 1 of 2 tokens match: the answer is another\n"
+    assert done.stderr == "coli: ref.json: the answer is another: 1 of 2 tokens match\n"
 
 
 def test_final_logits_of_another_best_token_are_a_difference(tmp_path: Path) -> None:

@@ -256,34 +256,7 @@ def _spec(**overrides):
     return StateSpec(**sizes | overrides)
 
 
-@pytest.mark.parametrize("undo", UNDO)
-def test_a_state_of_attention_alone_is_rewound_by_its_length(undo):
-    state = State(_spec(), 32, undo=undo)
-    state.append(np.arange(6), undoable=False)
-    assert state.reserve(7)
-    state.append(np.arange(6, 10), undoable=True)
-    state.keep(2)
-    assert state.length == 8
-    state.rewind(5)
-    assert state.length == 5 and state.copy().tokens.tolist() == [0, 1, 2, 3, 4]
-    for wrong in (6, -1):
-        with pytest.raises(ValueError):
-            state.rewind(wrong)
-    state.append(np.arange(3), undoable=True)
-    state.rewind(5)
-    with pytest.raises(ValueError):
-        state.keep(1)
-
-
 _RECURRENT = {"recurrent_layers": 1, "recurrent_width": 16, "log_width": 9}
-
-
-@pytest.mark.parametrize("parts", [_RECURRENT, {"rings": ((3, 4),)}])
-def test_other_states_are_not(parts):
-    state = State(_spec(**parts), 32)
-    state.append(np.arange(6), undoable=False)
-    with pytest.raises(ValueError):
-        state.rewind(5)
 
 
 def test_undo_is_one_of_two_and_a_log_needs_its_settling():

@@ -28,7 +28,7 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8 trunk, log": (dict(dtype="BF16", seed=13), dict(trunk_int8=True, undo="log", mtp_vocab=60)),
     "int8 trunk, f32 activations": (dict(dtype="FP8", seed=14), dict(trunk_int8=True, act="f32", cap=3, mtp_cap=1)),
     "odd, log": (dict(config=odd_config(), dtype="BF16", seed=15), dict(undo="log", prefill_chunk=5)),
-    "prefill in ones": (dict(dtype="F32", seed=16), dict(prefill_chunk=1, undo="slots")),
+    "prefill in ones": (dict(dtype="F32", seed=16), dict(prefill_chunk=1, undo="slots", threads=1)),
     "wiring a, log, one thread": (dict(dtype="BF16", seed=17),
                                   dict(mtp_wiring="a", undo="log", threads=1, mtp_vocab=30)),
 }  # fmt: skip

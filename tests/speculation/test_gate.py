@@ -468,31 +468,3 @@ def test_a_pick_a_forward_and_a_result_are_quick():
         return (time.perf_counter() - start) / 2_000 * 1e6
 
     assert min(microseconds() for _ in range(7)) < 12
-
-
-# ---- the anchors of the law, with nothing but what it names ----------------------------------------------------------
-
-
-def test_anchor_free_rows_are_drafted_in_full_at_once():
-    gate = Gate()
-    for rows in range(1, 10):
-        gate.forward(rows, 1.0)
-    assert gate.pick("mtp", 3) == (3, pytest.approx(2.52))
-
-
-def test_anchor_costly_rows_are_probed_three_times_in_48_picks():
-    gate = Gate()
-    gate.forward(1, 1.0)
-    for rows in range(2, 10):
-        gate.forward(rows, 3.0 * rows)
-    for _ in range(48):
-        gate.pick("mtp", 3)
-    assert (gate.probes("mtp"), gate.declined("mtp")) == (3, 45)
-
-
-def test_anchor_the_first_two_samples_make_a_mean():
-    gate = Gate()
-    gate.forward(1, 1.0)
-    gate.forward(2, 1.0)
-    gate.forward(2, 5.0)
-    assert dict(gate.describe().rows)[2] == pytest.approx(3.0)

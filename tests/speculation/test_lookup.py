@@ -47,11 +47,10 @@ def test_every_prefix_gets_the_proposal_of_the_rule(text, k):
 
 @hypothesis_settings(max_examples=100, deadline=None)
 @given(tiny_text | periodic, tiny_text, st.data())
-def test_a_reset_and_a_rewind_are_a_fresh_history(text, other, data):
+def test_a_reset_is_a_fresh_history(text, other, data):
     cut = data.draw(st.integers(0, len(text)))
     lookup = Lookup(other)
-    lookup.reset(text)
-    lookup.rewind(cut)
+    lookup.reset(text[:cut])
     assert lookup.length == cut
     for length in range(cut, len(other) + cut):
         lookup.push(other[length - cut])
@@ -106,9 +105,6 @@ def test_a_gap_in_the_fed_positions_disables_it_until_the_next_reset_or_restore(
     lookup.push(1, 9)
     lookup.push(2, 6)
     assert lookup.propose(2) == []
-    lookup.rewind(5)
-    assert lookup.propose(2) == [3, 1]
-    lookup.push(1, 8)
     lookup.reset([4, 4, 4])
     assert lookup.propose(2) == [4, 4]
 

@@ -24,7 +24,8 @@ CONFIG = tiny_config(
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    with open_tiny(tmp_path_factory.mktemp("draws"), dict(config=CONFIG, dtype="F32", seed=40), dict(ctx=32)) as engine:
+    with open_tiny(tmp_path_factory.mktemp("draws"), dict(config=CONFIG, dtype="F32", seed=40),
+                   dict(ctx=32, threads=1)) as engine:  # fmt: skip
         yield engine
 
 
