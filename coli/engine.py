@@ -232,9 +232,11 @@ class Engine:
         )
 
     def close(self) -> None:
-        self.save_history()
-        self._closing.close()
-        self.checkpoint.close()
+        try:
+            self.save_history()
+            self._closing.close()
+        finally:
+            self.checkpoint.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coli.speculation.report import SpeculationReport
 
-_ENDINGS = {"stop": "the model ended it", "length": "the token limit ended it", "cancelled": "cancelled"}
+_ENDINGS = {
+    "stop": "the model ended it", "length": "the token limit ended it", "cancelled": "cancelled",
+    "error": "an error ended it",
+}  # fmt: skip
 
 
 def rate(tokens: int, seconds: float) -> float:

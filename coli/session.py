@@ -45,7 +45,7 @@ class _Turn:
         self.stops = engine.stop_ids if request.stop_ids is None else request.stop_ids
         self.ids: list[int] = []
         self.prompt_read = 0  # prompt tokens run
-        self.reason = ""  # "stop", "length" or "cancelled" once it has ended
+        self.reason = ""  # "stop", "length" or "error" once it has ended; cancelled without one
         self.start = time.perf_counter()
         self.prefilled = self.first = self.end = 0.0
 
@@ -89,29 +89,36 @@ class Session:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End the running answer soon; safe from a signal handler."""
+        """End the running answer soon, or the next one at once; safe from a signal handler."""
         self._cancelled = True
 
     def generate(self, request: Request) -> Iterator[str]:
-        """Yield the answer's text in pieces; `report` is there when the iterator has ended, however it ended."""
+        """Yield the answer's text in pieces; `report` is there when the iterator has ended, however it ended.
+
+        One answer at a time on a state: ValueError while another's iterator has neither ended nor been closed."""
+        if self.state.answering:
+            raise ValueError("an answer is under way on this state: end or close its iterator first")
         turn = _Turn(request, self.engine, self._limit(request))
-        self.seed = turn.sampler.seed
-        self.decoder.reset()
-        self.decoder.begin(request.prompt_ids, most=turn.limit)
-        self._cancelled, self.report = False, None
+        self.state.answering, self.seed, self.report = True, turn.sampler.seed, None
         before = self._expert_counts()
         try:
+            self.decoder.reset()
+            self.decoder.begin(request.prompt_ids, most=turn.limit)
             logits = self._prefill(turn)
             turn.prefilled = time.perf_counter()
             while logits is not None and not self._cancelled:
-                self.last_logits = logits.copy()  # the next forward overwrites them
+                self.last_logits = logits
                 yield from filter(None, [turn.pick(logits)])
-                if turn.reason or self._cancelled:
+                if turn.reason:
                     break
                 logits = self.decoder.feed(turn.ids[-1])
             yield from filter(None, [turn.stream.flush()])
+        except Exception:
+            turn.reason = "error"
+            raise
         finally:
-            self.decoder.finish(turn.ids[-1] if turn.reason else None)
+            self.decoder.finish(turn.ids[-1] if turn.reason in ("stop", "length") else None)
+            self._cancelled = self.state.answering = False
             self.report = self._report(turn, before)
 
     def _limit(self, request: Request) -> int:

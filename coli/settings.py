@@ -34,7 +34,7 @@ _ELSEWHERE = dict.fromkeys(("MTP", "DRAFT", "MTP_PSTEP", "COLI_MTP_GUARD_PCT", "
 _ELSEWHERE |= dict.fromkeys(("Q38_MTP_CHAIN", "Q38_DRAFT_HEAD"),
                             "it steers the device path, which this version does not have")  # fmt: skip
 GB = 10**9
-_FORCE = ("accept", "mixed", "cycle", "reject", *(f"row{row}" for row in range(1, 9)))
+FORCE_MODES = ("accept", "mixed", "cycle", "reject", *(f"row{row}" for row in range(1, 9)))
 
 
 # ---- kinds: how a text becomes a value, and the range it must lie in -------------------------------------------------
@@ -274,15 +274,15 @@ class Settings:
                                    flag="--mtp-cap", engines=QWEN38, unset="as many as a layer keeps")  # fmt: skip
     mtp_pstep: bool = variable("Q38_MTP_PSTEP", Bit(), False, "1 trims each verify's deeper drafts by how sure the "
                                "head was of them", flag="--pstep", engines=QWEN38)  # fmt: skip
-    mtp_force: str | None = variable("Q38_MTP_FORCE", Choice(_FORCE), None, "tests: the head's drafts come from the "
-                                     "reference of --reference, made wrong as the word says", engines=QWEN38,
+    mtp_force: str | None = variable("Q38_MTP_FORCE", Choice(FORCE_MODES), None, "tests: the head's drafts come from "
+                                     "the reference of --reference, made wrong as the word says", engines=QWEN38,
                                      unset="the head's own drafts")  # fmt: skip
     mtp_dump: Path | None = variable("Q38_MTP_DUMP", File(), None, "the head's logits are appended here, rows of raw "
                                      "float32", engines=QWEN38, unset="not written")  # fmt: skip
     lookup: bool = variable("COLI_LOOKUP", Bit(), True, "drafts copied from earlier in the text", flag="--lookup")
     lookup_drafts: int = variable("COLI_LOOKUP_DRAFTS", Whole(1, 5), 5, "drafts copied at most",
                                   flag="--lookup-drafts")  # fmt: skip
-    lookup_force: str | None = variable("COLI_LOOKUP_FORCE", Choice(_FORCE), None, "tests: as Q38_MTP_FORCE, for "
+    lookup_force: str | None = variable("COLI_LOOKUP_FORCE", Choice(FORCE_MODES), None, "tests: as Q38_MTP_FORCE, for "
                                         "the copied drafts", unset="the text's own drafts")  # fmt: skip
     gate: bool = variable("COLI_SPEC_GATE", Bit(), True, "0 verifies every proposal in full, whatever it costs",
                           flag="--gate")  # fmt: skip

@@ -111,6 +111,7 @@ class State:
         self.rings = [np.zeros((spec.ring_rows(kept), width), np.float32) for kept, width in spec.rings]
         self.recurrent = _recurrent(spec, undo, settle)
         self.cells = self.recurrent.cells  # what the DeltaNet kernel reads
+        self.answering = False  # a session's answer is under way on it
         self._undo: tuple[int, int] | None = None  # (length before the last forward, its rows) while keep() may act
 
     @property

@@ -22,7 +22,6 @@ Guarded by tests/speculation/test_trace.py.
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 from collections import defaultdict
@@ -40,6 +39,8 @@ from coli.speculation.options import MOST_LOOKUP_DRAFTS, MOST_MTP_DRAFTS, Specul
 MARK, VERSION = "coli_trace", 1
 MOST = {"mtp": MOST_MTP_DRAFTS, "lookup": MOST_LOOKUP_DRAFTS}  # drafts of each source, and the sources there are
 ALL = "all"
+_LONGEST = 1e9  # seconds that a replay reckons with
+MOST_WRITTEN = 9
 _NO_TRACE = "give a file that `coli run --trace` wrote"
 
 
@@ -84,13 +85,15 @@ class Record:
         whole = (self.position, self.k, self.written, self.accepted, self.judged, self.bytes, self.rejected_bytes,
                  self.pick)  # fmt: skip
         yield "counts, bytes and tokens are whole numbers from 0", all(map(_is_count, whole))
-        yield "seconds are numbers, above 0 for the forward", (
-            _is_number(self.seconds) and self.seconds > 0 and _is_number(self.draft_seconds) and self.draft_seconds >= 0
+        yield "seconds are numbers, from a nanosecond on for the forward", (
+            _is_number(self.seconds) and self.seconds >= 1e-9
+            and _is_number(self.draft_seconds) and self.draft_seconds >= 0
         )
         yield "ended is true or false", isinstance(self.ended, bool)
         yield f"source is {', '.join(MOST)} or null, null without drafts", (
-            self.source is None if self.k == 0 else self.source in MOST
+            self.source is None if self.k == 0 else isinstance(self.source, str) and self.source in MOST
         )
+        yield "no more than 9 drafts are written", self.written <= MOST_WRITTEN
         yield "accepted <= judged <= k <= written, judged <= accepted + 1", (
             self.accepted <= self.judged <= min(self.k, self.accepted + 1) and self.k <= self.written
         )
@@ -102,11 +105,15 @@ class Record:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return type(value) in (int, float) and -_LONGEST <= value <= _LONGEST  # type: ignore[operator]
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and len(value) <= 255
 
 
 def _are(values: object, count: int, what: Any) -> bool:
@@ -189,10 +196,12 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
     if not lines:
         raise UsageError("is empty", path, _NO_TRACE)
     header = _json(path, 1, lines[0])
-    if not isinstance(header, dict) or MARK not in header:
+    if not isinstance(header, dict) or type(header.get(MARK)) is not int:
         raise _wrong(path, 1, "is no header of a trace")
     if header[MARK] != VERSION:
-        raise _wrong(path, 1, f"is a trace of version {header[MARK]!r}, this coli reads version {VERSION}")
+        raise _wrong(path, 1, f"is a trace of version {header[MARK]}, this coli reads version {VERSION}")
+    if not (_is_name(header.get("model")) and _is_name(header.get("engine")) and _is_count(header.get("threads"))):
+        raise _wrong(path, 1, "model and engine are names, threads a number")
     records = []
     for number, line in enumerate(lines[1:], 2):
         try:

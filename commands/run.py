@@ -134,6 +134,8 @@ def run(
     out.lines(warnings)
     if trace is not None:
         check_file(trace, "--trace")
+        if output is not None and trace.resolve() == output.resolve():
+            raise UsageError("is the --output file as well", f"--trace {trace}", "give two files")
     sampling = _sampling(
         temperature=temp, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coli.errors import DoesNotFit, NonFinite, UsageError
+from coli.errors import DoesNotFit, NonFinite, ReadError, UsageError
 from coli.experts import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.models.base import Rows as Answer
@@ -41,6 +41,8 @@ class Qwen38:
         self._program = self._writer.write().finish(kernels)
         self.undo, self._settling = undo, self._writer.settle().finish(kernels)
         self.player = Player(self._writer, self._put_ngrams)
+        self._ngrams: list[np.ndarray] = []  # of the step under way: table rows by PLE layer
+        self._drafts = False  # whether its rows behind the first are guesses
         half = g.rotary_dim // 2
         self._freqs = (1.0 / g.rope_theta ** (np.arange(half) / half)).astype(np.float32)
 
@@ -115,7 +117,8 @@ class Qwen38:
         self._start_ngrams(ids, state)
         self._fill_rope(state.length, rows)
         program.bind(state)
-        self.player.play(rows)
+        self._drafts = undoable and rows > 1
+        self.player.play(rows, drafts=self._drafts)
         finite = self._finite(rows) if w.bad[0] else rows
         if finite < rows and not (undoable and finite):
             raise NonFinite(f"a value is not finite at position {state.length}..{state.length + rows - 1}",
@@ -134,8 +137,9 @@ class Qwen38:
             back = self.geometry.ngram_size - 1
             before = state.tokens[max(0, state.length - back) : state.length]
             window = np.concatenate([self._hashes[0].empty_history()[len(before) :], before, ids])
-            for hashing, table, e in zip(self._hashes, self._tables, self._writer.e, strict=True):
-                table.start(hashing.rows(window))
+            self._ngrams = [hashing.rows(window) for hashing in self._hashes]
+            for numbers, table, e in zip(self._ngrams, self._tables, self._writer.e, strict=True):
+                table.start(numbers)
                 if table.kept:
                     e.array[: len(ids)] = table.wait()
 
@@ -148,7 +152,14 @@ class Qwen38:
 
     def _put_ngrams(self, op: int, rows: int) -> None:
         index = self._writer.ngram_ops[op]
-        self._writer.e[index].array[:rows] = self._tables[index].wait()
+        table, e = self._tables[index], self._writer.e[index].array
+        try:
+            e[:rows] = table.wait()
+        except ReadError:
+            if not self._drafts:
+                raise
+            table.start(self._ngrams[index][:1])  # the pick's own row; drafts without theirs are no numbers
+            e[0], e[1:rows] = table.wait()[0], np.nan
 
     def close(self) -> None:
         for table in self._tables:

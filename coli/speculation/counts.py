@@ -114,7 +114,8 @@ def update(path: Path, vocab: int, change: Callable[[Counts], Counts]) -> Counts
             _replace(path, encode(counts))
         return counts
     except OSError as error:
-        raise ColiError(f"cannot be written ({error.strerror})", path, "COLI_VOCAB_USAGE names another file") from error
+        raise ColiError(f"cannot be written ({error.strerror or error})", path,
+                        "COLI_VOCAB_USAGE names another file") from error  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ Where we leave those rules, each for a reason:
     sources share T(n).
   - The head's list of tokens (coli/speculation/vocabulary.py) is scored whatever lm_head is stored as: a listed row of
     a bf16 matrix costs no more than its bytes.
-One thing drafts can still do to an answer: an expert that only a wrong draft needs is read, and when that read fails
-the answer fails with it, as with any damaged file.
+A draft's row that cannot be computed (an expert or an n-gram row that only it needs cannot be read, a value overflows)
+is as good as a wrong draft: the answer's rows end before it, and plain decoding decides should it ever come there.
 
 Invariants, over any drafts (tests/speculation/test_exactness.py): the logits are those of plain decoding, byte for
 byte; after `finish` so is every byte of state; tokens = forwards + accepted drafts.
@@ -187,7 +187,11 @@ class Decoder:
 
     def feed(self, token: int) -> np.ndarray:
         """Logits [vocab] after `token`: a view that holds until the next call."""
+        logits = self._feed(token)
         self._tokens += 1
+        return logits
+
+    def _feed(self, token: int) -> np.ndarray:
         if self.lookup is not None:
             self.lookup.push(token, self._position())
         if self._vocabulary is not None:
@@ -234,15 +238,14 @@ class Decoder:
         rows, position = 1 + len(proposal.drafts), self.state.length
         start = time.perf_counter()
         answer = self.model.forward([token, *proposal.drafts], self.state, want="all", undoable=rows > 1)
-        seconds = time.perf_counter() - start
+        seconds = max(time.perf_counter() - start, 1e-9)  # a coarse clock may not have moved
+        # from here on `finish` undoes the drafts, whatever happens; and other sequences may use the model's buffers
+        logits = answer.logits.copy() if rows > 1 else answer.logits
+        self._verify = _Verify(token, position, proposal, logits, answer.streams.copy(), seconds,
+                               self.model.row_bytes[:rows].copy())  # fmt: skip
         self._forwards += 1
+        self._bytes += int(self._verify.bytes.sum())
         self.gate.forward(rows, seconds)
-        read = self.model.row_bytes[:rows].copy()
-        self._bytes += int(read.sum())
-        logits, streams = answer.logits, answer.streams
-        if rows > 1:  # they are asked for later: other sequences may use the model's buffers meanwhile
-            logits = logits.copy()
-        self._verify = _Verify(token, position, proposal, logits, streams.copy(), seconds, read)
         return logits[0]
 
     def _settle(self, verify: _Verify, *, rejected: bool, ended: bool = False) -> None:
@@ -276,7 +279,7 @@ class Decoder:
         """What the next verify carries: the source of the higher value, the longer on a tie (section 3)."""
         room = self.state.ctx - self.state.length - 1
         if self._most is not None:
-            room = min(room, self._most - self._tokens - 1)
+            room = min(room, self._most - self._tokens - 2)  # without this pick and the last
         if room < 1:
             return _Proposal()
         copied, copied_k, copied_value = self._look_up(room)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coli.settings import TABLE, Settings
+from coli.errors import UsageError
+from coli.settings import FORCE_MODES, TABLE, Settings
 
 MOST_MTP_DRAFTS, MOST_LOOKUP_DRAFTS = 3, 5
 
@@ -26,6 +27,19 @@ class Speculation:
     gate: bool = True
     mtp_force: str | None = None
     lookup_force: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what no engine can do."""
+        modes = (None, *FORCE_MODES)
+        rules = [
+            (0 <= self.drafts <= MOST_MTP_DRAFTS, "drafts", f"give 0 to {MOST_MTP_DRAFTS}"),
+            (1 <= self.lookup_drafts <= MOST_LOOKUP_DRAFTS, "lookup_drafts", f"give 1 to {MOST_LOOKUP_DRAFTS}"),
+            (self.mtp_force in modes, "mtp_force", f"give one of {', '.join(FORCE_MODES)}"),
+            (self.lookup_force in modes, "lookup_force", f"give one of {', '.join(FORCE_MODES)}"),
+        ]
+        for holds, name, hint in rules:
+            if not holds:
+                raise UsageError(f"{getattr(self, name)!r} is out of range", name, hint)
 
     @classmethod
     def of(cls, settings: Settings) -> Speculation:
