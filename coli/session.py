@@ -100,24 +100,25 @@ class Session:
             raise ValueError("an answer is under way on this state: end or close its iterator first")
         turn = _Turn(request, self.engine, self._limit(request))
         self.state.answering, self.seed, self.report = True, turn.sampler.seed, None
-        before = self._expert_counts()
+        before, fed = self._expert_counts(), 0
         try:
             self.decoder.reset()
             self.decoder.begin(request.prompt_ids, most=turn.limit)
             logits = self._prefill(turn)
             turn.prefilled = time.perf_counter()
             while logits is not None and not self._cancelled:
-                self.last_logits = logits
+                self.last_logits = logits.copy()  # the next forward, of whatever session, overwrites them
                 yield from filter(None, [turn.pick(logits)])
-                if turn.reason:
+                if turn.reason or self._cancelled:
                     break
+                fed += 1
                 logits = self.decoder.feed(turn.ids[-1])
             yield from filter(None, [turn.stream.flush()])
         except Exception:
             turn.reason = "error"
             raise
         finally:
-            self.decoder.finish(turn.ids[-1] if turn.reason in ("stop", "length") else None)
+            self.decoder.finish(turn.ids[-1] if len(turn.ids) > fed else None)
             self._cancelled = self.state.answering = False
             self.report = self._report(turn, before)
 
