@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from coli.models.qwen38_geometry import Geometry
 
 KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "fp8"}
+_ITEM = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1}
 _ALIGN = 64
 _HUGE = 32 << 20  # arenas from this size ask for huge pages, which at most round their RSS up by 2 MiB
 
@@ -49,6 +50,10 @@ class ExpertRecord:
     down_scale: int
     nbytes: int
     block: tuple[int, int]
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a weight row."""
+        return columns * _ITEM[self.kind]
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class _Miss:
 
 def expert_record(kind: str, geometry: Geometry, block: tuple[int, int] = (0, 0)) -> ExpertRecord:
     """The slot layout for experts of one kind; the memory plan asks this too."""
-    item = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1}[kind]
+    item = _ITEM[kind]
     inter, hidden = geometry.moe_inter, geometry.hidden
     parts = [inter * hidden * item] * 3
     if kind == "fp8":

@@ -17,9 +17,10 @@ from numba import njit
 
 from coli.kernels.abi import ai, block_end, call_tile, ld1_i64, rows, share, st1_f32, st1_i32
 from coli.kernels.moe import gate_blocks
-from coli.kernels.simd import add, hmax, hsum, ld_f32_tail, mul, splat, st_i8, sub, vabs, vmax, vmin, zero_f
+from coli.kernels.simd import add, hmax, hsum, ld_f32_tail, mul, prefetch, splat, st_i8, sub, vabs, vmax, vmin, zero_f
 
 _CACHED_WEIGHTS = 1 << 17  # weights of a block that several groups of rows visit: 64..512 KB, within L2
+_EARLY = 4096
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to the nearest whole number
 
 
@@ -70,23 +71,37 @@ def _piece(p, unit, last, units):
     return ld1_i64(entry), 8 * ld1_i64(entry + 8), ld1_i64(entry + 16), j0, min(units, j0 + last - unit)
 
 
+@njit(inline="always")
+def _ahead(w, count, row_bytes):
+    """Ask for the first _EARLY bytes of each stream (kernels/tiles.py) that `count` weight rows from `w` on are read
+    in: an expert of a small model is hardly longer than the way of its first line from memory."""
+    part = count * row_bytes // 4
+    for j in range(4):
+        for at in range(w + j * part, w + j * part + min(part, _EARLY), 64):
+            prefetch(at)
+
+
 def grouped(p, tid, nt):
     """Experts: 0 groups (int64: [0] G, [1] pairs, then G x (record address, first pair, pair count)), 1 w offset,
     2 s offset in a record, 3 xs, 4 ys (row addresses by pair, not padded), 5 n, 6 k, 7 a, 8 b, 9 tiles (the tile for
-    1 must exist), 10 grain."""
+    1 must exist), 10 grain, 11 bytes of a weight row."""
     n, grain = ai(p, 5), ai(p, 10)
     units = (n + grain - 1) // grain
     unit, last = share(ld1_i64(ai(p, 0)) * units, tid, nt)
     while unit < last:
         record, pair, count, j0, j1 = _piece(p, unit, last, units)
         xs, ys = ai(p, 3) + pair, ai(p, 4) + pair
+        if unit + j1 - j0 < last:
+            then, _, _, k0, k1 = _piece(p, unit + j1 - j0, last, units)
+            _ahead(then + ai(p, 1) + k0 * grain * ai(p, 11), (k1 - k0) * grain, ai(p, 11))
         _product(p, record + ai(p, 1), record + ai(p, 2), xs, ys, count, False, j0 * grain, min(j1 * grain, n))
         unit += j1 - j0
 
 
 def gated(p, tid, nt):
     """Experts' inner rows, silu(gate) * up: 0..10 as `grouped` has them, of the gate; 11 w offset, 12 s offset and
-    13 ys of up, 14 out (row addresses by pair). A thread has the same rows of both, so it needs to wait for none."""
+    13 ys of up, 14 out (row addresses by pair), 15 bytes of a weight row. A thread has the same rows of both, so it
+    needs to wait for none."""
     n, grain = ai(p, 5), ai(p, 10)
     units = (n + grain - 1) // grain
     unit, last = share(ld1_i64(ai(p, 0)) * units, tid, nt)
@@ -94,7 +109,11 @@ def gated(p, tid, nt):
         record, pair, count, j0, j1 = _piece(p, unit, last, units)
         xs, gates, ups, outs = ai(p, 3) + pair, ai(p, 4) + pair, ai(p, 13) + pair, ai(p, 14) + pair
         row0, row1 = j0 * grain, min(j1 * grain, n)
+        _ahead(record + ai(p, 11) + row0 * ai(p, 15), row1 - row0, ai(p, 15))
         _product(p, record + ai(p, 1), record + ai(p, 2), xs, gates, count, False, row0, row1)
+        if unit + j1 - j0 < last:
+            then, _, _, k0, k1 = _piece(p, unit + j1 - j0, last, units)
+            _ahead(then + ai(p, 1) + k0 * grain * ai(p, 15), (k1 - k0) * grain, ai(p, 15))
         _product(p, record + ai(p, 11), record + ai(p, 12), xs, ups, count, False, row0, row1)
         for i in range(0, 8 * count, 8):
             b0, b1 = row0 // 16, (row1 + 15) // 16

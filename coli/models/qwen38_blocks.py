@@ -195,8 +195,9 @@ class Blocks:
         into, out = (g.moe_inter, g.hidden), (g.hidden, g.moe_inter)
         common = (*record.block, p.tiles(record.kind), GRAIN)
         p.op("gated", self.groups, record.gate, record.gate_scale, x, gate, *into, *common, record.up, record.up_scale,
-             up, act)
-        end = p.op("grouped", self.groups, record.down, record.down_scale, act, down, *out, *common, may_cut=True)
+             up, act, record.row_bytes(g.hidden))
+        end = p.op("grouped", self.groups, record.down, record.down_scale, act, down, *out, *common,
+                   record.row_bytes(g.moe_inter), may_cut=True)
         return group, end
 
     # ---- final mixer

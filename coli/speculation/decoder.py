@@ -89,9 +89,9 @@ class _Verify:
     position: int
     proposal: _Proposal
     logits: np.ndarray  # of the rows that are numbers
-    streams: np.ndarray
+    streams: np.ndarray | None  # for the head, once it is known which rows stand; a plain step's has gone there
     seconds: float
-    bytes: np.ndarray  # by row
+    bytes: list[int]  # by row
     accepted: int = 0
 
     @property
@@ -240,12 +240,17 @@ class Decoder:
         answer = self.model.forward([token, *proposal.drafts], self.state, want="all", undoable=rows > 1)
         seconds = max(time.perf_counter() - start, 1e-9)  # a coarse clock may not have moved
         # from here on `finish` undoes the drafts, whatever happens; and other sequences may use the model's buffers
-        logits = answer.logits.copy() if rows > 1 else answer.logits
-        self._verify = _Verify(token, position, proposal, logits, answer.streams.copy(), seconds,
-                               self.model.row_bytes[:rows].copy())  # fmt: skip
+        logits, streams = answer.logits, None
+        if rows > 1:
+            logits, streams = logits.copy(), answer.streams.copy()
+        self._verify = _Verify(
+            token, position, proposal, logits, streams, seconds, self.model.row_bytes[:rows].tolist()
+        )
         self._forwards += 1
-        self._bytes += int(self._verify.bytes.sum())
+        self._bytes += sum(self._verify.bytes)
         self.gate.forward(rows, seconds)
+        if rows == 1 and self.mtp is not None:  # it stands already
+            self.mtp.note(self.state, answer.streams)
         return logits[0]
 
     def _settle(self, verify: _Verify, *, rejected: bool, ended: bool = False) -> None:
@@ -253,9 +258,11 @@ class Decoder:
         self._verify = None
         drafts, accepted, source = verify.proposal.drafts, verify.accepted, verify.proposal.source
         standing, judged = 1 + accepted, accepted + rejected
-        undone = int(verify.bytes[standing:].sum())
+        undone = sum(verify.bytes[standing:])
         if len(verify.bytes) > 1:
             self.state.keep(standing)
+            if self.mtp is not None and verify.streams is not None:
+                self.mtp.note(self.state, verify.streams[:standing])
         if source is not None:
             self._tallies[source].settled(len(drafts), accepted, judged)
             if verify.proposal.p is not None:
@@ -264,14 +271,12 @@ class Decoder:
                 self.gate.result(source, judged, accepted)
             self._rejected_rows += len(verify.bytes) - standing
             self._rejected_bytes += undone
-        if self.mtp is not None:
-            self.mtp.note(self.state, verify.streams[:standing])
         if self._trace is not None:
             self._trace({
                 "position": verify.position, "source": source, "k": len(drafts), "written": verify.proposal.written,
                 "p": verify.proposal.p, "drafts": list(drafts), "accepted": accepted, "judged": judged,
                 "seconds": verify.seconds, "draft_seconds": verify.proposal.seconds,
-                "bytes": int(verify.bytes.sum()), "rejected_bytes": undone, "pick": verify.pick, "ended": ended,
+                "bytes": sum(verify.bytes), "rejected_bytes": undone, "pick": verify.pick, "ended": ended,
             })  # fmt: skip
 
     # ---- proposals
