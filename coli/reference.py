@@ -89,7 +89,7 @@ def _ids(document: dict[str, Any], name: str, path: Path) -> tuple[int, ...]:
         raise UsageError(f"{name} must be a list of token ids", path, _HINT)
     wrong = next((at for at, value in enumerate(values) if type(value) is not int or value < 0), None)
     if wrong is not None:
-        raise UsageError(f"{name}[{wrong}] is {show(values[wrong])}, not a token id", path, _HINT)
+        raise UsageError(f"{name}[{wrong}] is {show(repr(values[wrong]))}, not a token id", path, _HINT)
     return tuple(values)
 
 
@@ -101,7 +101,7 @@ def _logits(document: dict[str, Any], path: Path) -> Floats | None:
         raise UsageError("final_logits must be a list of numbers", path, _HINT)
     wrong = next((at for at, value in enumerate(values) if not _is_finite(value)), None)
     if wrong is not None:
-        raise UsageError(f"final_logits[{wrong}] is {show(values[wrong])}, not a finite number", path, _HINT)
+        raise UsageError(f"final_logits[{wrong}] is {show(repr(values[wrong]))}, not a finite number", path, _HINT)
     return np.asarray(values, np.float32)
 
 
