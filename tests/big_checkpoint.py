@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from coli.models.qwen38_layout import expected, geometry, hash_buffers
+from coli.experts import trunk_layers
+from coli.models.qwen38_layout import HEAD, expected, expected_head, geometry, hash_buffers
 from coli.ngrams import NgramHash
 from tests.tiny import ITEM, bf16, header_bytes, write_text_files
 
@@ -72,13 +73,13 @@ def write_real_geometry(folder: Path, layers: int = 4, *, experts_fp8: bool = Tr
 
 
 def _plan(config: dict[str, Any], fp8: bool) -> list[dict[str, Spec]]:
-    """The tensors of every file: all dense ones, each layer's experts, each PLE layer's table."""
+    """The tensors of every file: all dense ones, each layer's experts and the head's, each PLE layer's table."""
     g = geometry(config)
-    fused = set() if fp8 else {f"layers.{i}.mlp.experts.gate_up_proj" for i in range(g.layers)}
+    fused = set() if fp8 else {f"{layer}mlp.experts.gate_up_proj" for layer in (*trunk_layers(g), HEAD)}
     files: dict[str, dict[str, Spec]] = {"dense": {}}
-    for name, shape in expected(g, fused).items():
-        stored = name if name.startswith("lm_head.") else f"model.language_model.{name}"
-        layer = name.split(".")[1]
+    for name, shape in (expected(g, fused) | expected_head(g, fused)).items():
+        stored = name if name.startswith(("lm_head.", "mtp.")) else f"model.language_model.{name}"
+        layer = "head" if name.startswith("mtp.") else name.split(".")[1]
         if ".mlp.experts." in name:
             group = files.setdefault(f"experts {layer}", {})
             group[stored] = "F8_E4M3" if fp8 else "BF16", shape
