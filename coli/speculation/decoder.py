@@ -346,7 +346,7 @@ class Decoder:
         self._tallies["mtp"].wrote(len(written.tokens))
         kept = self.gate.pick_p("mtp", written.p, fixed=depth)[0] if trims else len(written.tokens)
         return _Proposal("mtp" if kept else None, written.tokens[:kept], written.p[:kept], len(written.tokens),
-                         written.first_s + written.deeper_s)  # fmt: skip
+                         written.behind_s + written.first_s + written.deeper_s)  # fmt: skip
 
     def _forced(self, source: str, mode: str | None, most: int) -> list[int] | None:
         if mode is None or self._reference is None:

@@ -17,6 +17,8 @@ What we add to the law, each guarded by the tests with the word in brackets in t
   - Times err upwards. A sample over 3 times the estimate (of two samples and more) is let off, once in 8 samples of its
     row count; what comes again is real and counts in full. One hiccup of a busy machine else sets T(1) too high, drafts
     look free, and no plain step corrects it for 64 forwards [hiccup].
+  - f has no price before 4 samples, and starts at the smallest of them: a head's first drafts read its experts, and one
+    cold sample would decline it for 16 picks, and then for 16 more [cold].
   - An estimate without news for 8 forwards is out of its memory: the next sample moves it by half, or replaces it where
     that estimate was 3 times slower, so that the rare probes of a declining gate see a store that warmed up [row_27].
   - A probe in the place of a plain step whose drafts all stood is followed by another at once where such a verify could
@@ -39,6 +41,7 @@ PRIORS = {"mtp": (0.8, 0.6), "lookup": (0.5,)}  # of a_j by position; every late
 LATER_PRIOR, RHO_PRIOR, MOST_RHO = 0.5, 0.5, 4.0
 PRIOR_WEIGHT, VERIFIES, FORWARDS = 2, 16, 8  # the weight of a prior, the memories of acceptance and of times
 HICCUP = 3.0  # times the estimate
+TRIALS = 4  # drafts written before their cost counts
 BINS = 10  # of p
 REPORTED = 5  # positions
 
@@ -71,6 +74,28 @@ class _Seconds:
         self.weight, self.at = weight, now
 
 
+class _FirstCost(_Seconds):
+    """f: the smallest of its first TRIALS samples, which has no price before they are all there."""
+
+    __slots__ = ("trials",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trials = 0
+
+    def add(self, seconds: float, now: int) -> None:
+        if self.trials == TRIALS:
+            super().add(seconds, now)
+        else:
+            self.x = min(seconds, self.x) if self.trials else seconds
+            self.trials += 1
+            self.weight, self.at = self.trials, now
+
+    @property
+    def price(self) -> float:
+        return self.x if self.trials == TRIALS else 0.0
+
+
 class _Acceptance:
     """Probabilities, one average each."""
 
@@ -98,7 +123,7 @@ class _Source:
         priors = PRIORS[name]
         self.by_position = _Acceptance([*priors, *[LATER_PRIOR] * (MOST_DRAFTS - len(priors))])
         self.bins = _Acceptance([(b + 0.5) / BINS for b in range(BINS)])
-        self.first, self.extra = _Seconds(), _Seconds()  # f and d
+        self.first, self.extra = _FirstCost(), _Seconds()  # f and d
         self.used = False
         self.picks = self.declined = self.probes = 0
         self.probing = self.from_plain = False  # the last pick was a probe; instead of a plain step
@@ -175,7 +200,7 @@ class Gate:
         found = self._sources[source]
         found.used = True
         if judged and found.probing:
-            found.probed(judged == accepted, self._last + found.first.x < 2.0 * self._times[1].x)
+            found.probed(judged == accepted, self._last + found.first.price < 2.0 * self._times[1].x)
         known = found.by_position
         for j in range(accepted):
             known.add(j, True)
@@ -221,7 +246,7 @@ class Gate:
         if self.wants_plain():
             return 0, 1.0
         limit = proposed if proposed < MOST_DRAFTS else MOST_DRAFTS
-        return self._decide(found, found.by_position.x, limit, found.first.x, found.extra.x, 1.0)
+        return self._decide(found, found.by_position.x, limit, found.first.price, found.extra.x, 1.0)
 
     def pick_p(self, source: str, p: Sequence[float], fixed: int | None = None) -> tuple[int, float]:
         """`pick` among drafts already written, each with its probability `p`. With a `fixed` depth the first draft is
@@ -288,12 +313,12 @@ class Gate:
     def cost(self, source: str, k: int) -> float:
         """Plain steps that a verify with `k` drafts takes, the drafts' own time included."""
         found = self._sources[source]
-        return self._cost(k, found.first.x, found.extra.x)
+        return self._cost(k, found.first.price, found.extra.x)
 
     def value(self, source: str, k: int) -> float:
         """Tokens per plain step's time."""
         found = self._sources[source]
-        return self._value(found.by_position.x, k, found.first.x, found.extra.x)
+        return self._value(found.by_position.x, k, found.first.price, found.extra.x)
 
     def _value(self, acceptance: Sequence[float], k: int, first: float, extra: float) -> float:
         return _expected(acceptance, k) / self._cost(k, first, extra)

@@ -19,6 +19,10 @@ import numpy as np
 from coli.errors import ColiError
 from coli.state import State
 
+# Rows that wait, above which they come from plain steps: settling them is the price of having a head at all, not of the
+# next draft. Were it in the draft's, a gate that has declined for a while would never find drafting worth it again.
+MANY = 8
+
 
 class Head(Protocol):
     """A draft head of a model (coli/models/qwen38_mtp.py). `draft` and `deeper` give (token, probability)."""
@@ -36,10 +40,12 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class Written:
-    """Drafts with the head's estimates; seconds until the first was there, and of those behind it together."""
+    """Drafts with the head's estimates; seconds of catching up with plain steps, then until the first draft was there,
+    then of those behind it together."""
 
     tokens: list[int]
     p: list[float]
+    behind_s: float
     first_s: float
     deeper_s: float
     bytes: int  # read for the head's experts
@@ -90,7 +96,10 @@ class MtpSource:
 
     def _write(self, trunk: State, pick: int, count: int, forced: Sequence[int] | None,
                more: Callable[[list[float]], bool] | None) -> Written:  # fmt: skip
-        start, read = time.perf_counter(), self._head.bytes_read
+        begun, read = time.perf_counter(), self._head.bytes_read
+        if self.state.waiting > MANY:
+            self._head.absorb(self.state, trunk)
+        start = time.perf_counter()
         token, p = self._head.draft(self.state, trunk, pick)
         first = time.perf_counter()
         tokens, estimates = [token if forced is None else forced[0]], [p]
@@ -98,7 +107,9 @@ class MtpSource:
             token, p = self._head.deeper(self.state, tokens[-1], len(tokens))
             tokens.append(token if forced is None else forced[len(tokens)])
             estimates.append(p)
-        return Written(tokens, estimates, first - start, time.perf_counter() - first, self._head.bytes_read - read)
+        return Written(
+            tokens, estimates, start - begun, first - start, time.perf_counter() - first, self._head.bytes_read - read
+        )
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         if self.warning is not None:

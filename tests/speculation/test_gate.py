@@ -468,3 +468,24 @@ def test_a_pick_a_forward_and_a_result_are_quick():
         return (time.perf_counter() - start) / 2_000 * 1e6
 
     assert min(microseconds() for _ in range(7)) < 12
+
+
+def test_cold_first_drafts_do_not_decline_a_head():
+    """Its first drafts read its experts from disk: twenty plain steps, five, one; then it is as fast as ever."""
+    gate = Gate()
+    assert gate.pick("mtp", 3)[0] == 0
+    gate.forward(1, 1.0)
+    for first in (20.0, 5.0, 1.0, 0.2):
+        depth, _ = gate.pick("mtp", 3)
+        assert depth > 0
+        gate.first_cost("mtp", first)
+        gate.forward(depth + 1, 1.0 + 0.2 * depth)
+        gate.result("mtp", depth, depth)
+    assert gate.describe().first_s == 0.2 and gate.cost("mtp", 1) == pytest.approx(1.4)
+
+
+def test_cold_first_drafts_that_stay_dear_are_declined_after_their_trials():
+    gate = Gate()
+    machine = Machine(line(0.2), [0.9] * 8, gate, first=20.0)
+    machine.run(40)
+    assert 4 <= sum(depth > 0 for depth in machine.depths) <= 4 + 40 // 16 + 1
