@@ -120,9 +120,9 @@ def test_warmup_leaves_nothing_to_compile(coli: Coli) -> None:
 
 def test_ctrl_c_ends_a_real_answer(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*CLI, "run", "--raw", "--json", "The"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_env(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        [*CLI, "run", "--raw", "--json", "--no-mtp", "--no-lookup", "--threads", "1", "The"],  # a second and a half
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=clean_env(), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stderr is not None
     seen: list[str] = []
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_a_real_answer(tmp_path: Path) -> None:
         line = process.stderr.readline()
         assert line, "".join(seen)
         seen.append(line)
-    time.sleep(0.5)
+    time.sleep(0.4)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=20)
     assert process.returncode == 130
