@@ -31,7 +31,9 @@ def pointer(b, address, to):
     return b.inttoptr(address, to.as_pointer())
 
 
-def _scalar(nb_type, llvm_type):
+def memory(nb_type, llvm_type):
+    """(load, store) of one value, a scalar or a vector, at any address."""
+
     @intrinsic
     def load(typingctx, address):
         return nb_type(types.intp), lambda ctx, b, s, a: b.load(pointer(b, a[0], llvm_type), align=1)
@@ -47,10 +49,10 @@ def _scalar(nb_type, llvm_type):
     return load, store
 
 
-ld1_f32, st1_f32 = _scalar(types.float32, F32)
-ld1_i64, st1_i64 = _scalar(types.int64, I64)
-ld1_i32, st1_i32 = _scalar(types.int32, I32)
-_ld1_f64, _ = _scalar(types.float64, F64)
+ld1_f32, st1_f32 = memory(types.float32, F32)
+ld1_i64, st1_i64 = memory(types.int64, I64)
+ld1_i32, st1_i32 = memory(types.int32, I32)
+_ld1_f64, _ = memory(types.float64, F64)
 
 
 @njit(inline="always")

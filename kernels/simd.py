@@ -21,7 +21,7 @@ from numba import njit, types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, models, register_model
 
-from coli.kernels.abi import F32, I8, I16, I32, I64, call_llvm, pointer
+from coli.kernels.abi import F32, I8, I16, I32, I64, call_llvm, memory, pointer
 
 F16 = ir.HalfType()
 
@@ -138,24 +138,8 @@ ld_f16, ld_f16_tail = _loader(I16, _from_f16)
 ld_e4m3, ld_e4m3_tail = _loader(I8, _from_e4m3)  # times 2**-8
 
 
-@intrinsic
-def ld_b(typingctx, address):
-    """64 bytes."""
-    return VB(types.intp), lambda ctx, b, s, a: b.load(pointer(b, a[0], _LB), align=1)
-
-
-@intrinsic
-def ld_i32(typingctx, address):
-    return VI(types.intp), lambda ctx, b, s, a: b.load(pointer(b, a[0], _LI), align=1)
-
-
-@intrinsic
-def st_f32(typingctx, address, v):
-    def gen(ctx, b, s, a):
-        b.store(a[1], pointer(b, a[0], _LF), align=1)
-        return ctx.get_dummy_value()
-
-    return types.void(types.intp, VF), gen
+ld_b, _ = memory(VB, _LB)  # 64 bytes
+_, st_f32 = memory(VF, _LF)
 
 
 @intrinsic

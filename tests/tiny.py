@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coli.models.qwen38_layout import expected, geometry
+from coli.models.qwen38_layout import HEAD, expected, expected_head, geometry
 from coli.ngrams import NgramHash
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -88,7 +88,7 @@ def tiny_weights(config: dict[str, Any], seed: int = 0, mtp: bool = True) -> dic
     names |= {f"layers.{i}.ple.ple_embedding.ngram_embedding.weight" for i in g.ple_layers}
     shapes = expected(g, names)
     if mtp:
-        shapes |= mtp_shapes(config)
+        shapes |= expected_head(g, {f"{HEAD}mlp.experts.gate_up_proj"})
     rng = np.random.default_rng(seed)
     weights = {name: _draw(rng, name, shape) for name, shape in sorted(shapes.items())}
     for index, layer in enumerate(g.ple_layers):
@@ -97,27 +97,6 @@ def tiny_weights(config: dict[str, Any], seed: int = 0, mtp: bool = True) -> dic
         weights[f"{p}ngram_heads_vocab_sizes"] = hashes.sizes
         weights[f"{p}ngram_heads_offsets"] = hashes.offsets
     return weights
-
-
-def mtp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the draft head (model_spec.md 5c): one attention layer of the trunk plus its own inputs and mixer."""
-    layer = config["layer_types"].index("full_attention")
-    g = geometry(config | {"ple_layer_ids": []})
-    prefix = f"layers.{layer}."
-    shapes = {
-        f"mtp.layers.0.{name.removeprefix(prefix)}": shape
-        for name, shape in expected(g, {f"{prefix}mlp.experts.gate_up_proj"}).items()
-        if name.startswith(prefix)
-    }
-    for name in ("hc_norm", "input_mix_weight_down", "input_mix_weight_up"):
-        shapes[f"mtp.hyper_connection_mixer.{name}.weight"] = expected(g)[f"hyper_connection_mixer.{name}.weight"]
-    square = (g.hidden, g.hidden)
-    return shapes | {
-        "mtp.fc_embedding.weight": square,
-        "mtp.fc_hidden.weight": square,
-        "mtp.pre_fc_norm_embedding.weight": (g.hidden,),
-        "mtp.pre_fc_norm_hidden.weight": (g.width,),
-    }
 
 
 def _draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:

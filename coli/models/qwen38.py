@@ -43,8 +43,6 @@ class Qwen38:
         self.player = Player(self._writer, self._put_ngrams)
         self._ngrams: list[np.ndarray] = []  # of the step under way: table rows by PLE layer
         self._drafts = False  # whether its rows behind the first are guesses
-        half = g.rotary_dim // 2
-        self._freqs = (1.0 / g.rope_theta ** (np.arange(half) / half)).astype(np.float32)
 
     @property
     def workspace_bytes(self) -> int:
@@ -115,7 +113,7 @@ class Qwen38:
         w.last[STEP_ROWS] = rows - first
         w.embedding.read(ids)
         self._start_ngrams(ids, state)
-        self._fill_rope(state.length, rows)
+        w.fill_rope(state.length, rows)
         program.bind(state)
         self._drafts = undoable and rows > 1
         self.player.play(rows, drafts=self._drafts)
@@ -142,13 +140,6 @@ class Qwen38:
                 table.start(numbers)
                 if table.kept:
                     e.array[: len(ids)] = table.wait()
-
-    def _fill_rope(self, pos: int, rows: int) -> None:
-        """cos | sin of every row's position, and of the few before it where an index block may begin."""
-        off = self.geometry.index_ratio - 1
-        angle = np.arange(pos - off, pos + rows, dtype=np.float32)[:, None] * self._freqs
-        np.cos(angle, out=self._writer.rope[: rows + off, 0])
-        np.sin(angle, out=self._writer.rope[: rows + off, 1])
 
     def _put_ngrams(self, op: int, rows: int) -> None:
         index = self._writer.ngram_ops[op]

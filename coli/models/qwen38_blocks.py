@@ -37,15 +37,18 @@ def row_floats(g: Geometry, ctx: int) -> int:
 class Blocks:
     """Writes the blocks of layers into `program`; all layers of one `Blocks` share its buffers.
 
-    `step`: the step block of these ops. `store.table[i]`, `store.stamp[i]` belong to the i-th layer with experts."""
+    `step`: the step block of these ops. `theta`: base of the rotary positions. `store.table[i]`, `store.stamp[i]`
+    belong to the i-th layer with experts."""
 
     def __init__(self, program: Program, step: np.ndarray, limit: int, g: Geometry, weights: Weights,
-                 store: ExpertStore, team: Team, ctx: int) -> None:
+                 store: ExpertStore, team: Team, ctx: int, theta: float) -> None:
         self.program, self.step, self.limit = program, step, limit
         self.g, self.w, self.store, self.team, self.ctx = g, weights, store, team, ctx
         p = program
         self.bad, self.clock, self.used = (p.buffer(1, dtype=np.int64) for _ in range(3))
-        self.rope = p.buffer(limit + g.index_ratio - 1, 2, g.rotary_dim // 2)
+        half = g.rotary_dim // 2
+        self.rope = self.angles = p.buffer(limit + g.index_ratio - 1, 2, half)
+        self._freqs = (1.0 / theta ** (np.arange(half) / half)).astype(np.float32)
         self.expert_ops: dict[int, tuple[int, int]] = {}  # op row -> (layer, row of its `group`)
         self.s, self.n, self.m = self.rows(g.width), self.rows(g.width), self.rows(g.width)
         self.low, self.inject = self.rows(g.hc_lowrank), self.rows(g.streams)
@@ -56,6 +59,13 @@ class Blocks:
     def rows(self, width: int) -> Rows:
         """float32 [limit, width]."""
         return self.program.view(self.program.buffer(self.limit, width))
+
+    def fill_rope(self, pos: int, rows: int) -> None:
+        """cos | sin of every row's position, and of the few before it where an index block may begin."""
+        off = self.g.index_ratio - 1
+        angle = np.arange(pos - off, pos + rows, dtype=np.float32)[:, None] * self._freqs
+        np.cos(angle, out=self.angles[: rows + off, 0])
+        np.sin(angle, out=self.angles[: rows + off, 1])
 
     def _attention_buffers(self) -> None:
         g, p = self.g, self.program

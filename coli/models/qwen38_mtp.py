@@ -131,11 +131,11 @@ class Vocabulary(Protocol):
 class _Writer(Blocks):
     """Writes the head's program. `settled` is the op where its first part ends."""
 
-    def __init__(self, g: Geometry, weights: Weights, store: ExpertStore, team: Team, ctx: int, wiring: str) -> None:
+    def __init__(self, g: Geometry, weights: Weights, store: ExpertStore, team: Team, ctx: int, wiring: str,
+                 theta: float) -> None:
         limit = min(LIMIT, ctx)
         p = Program(limit)
-        super().__init__(p, p.step, limit, g, weights, store, team, ctx)
-        self.rope_pairs = self.rope
+        super().__init__(p, p.step, limit, g, weights, store, team, ctx, theta)
         self.rope_draft = p.buffer(g.index_ratio, 2, g.rotary_dim // 2)  # its last row: the angles of the draft's row
         self.one = p.buffer(8, dtype=np.int64)  # step block of the second part
         self.each = p.buffer(8, dtype=np.int64)  # step block that counts every stream as a row
@@ -197,8 +197,8 @@ class Qwen38Head:
                  *, ctx: int, wiring: str, theta: float, vocabulary: Vocabulary | None = None,
                  dump: BinaryIO | None = None) -> None:
         """`vocabulary`: the tokens to score, all without one; `dump`: where every draft's scores go as raw float32."""
-        self.geometry, self.ctx, self.wiring, self.theta, self.store = g, ctx, wiring, theta, store
-        self._writer = w = _Writer(g, weights, store, team, ctx, wiring)
+        self.geometry, self.ctx, self.wiring, self.store = g, ctx, wiring, store
+        self._writer = w = _Writer(g, weights, store, team, ctx, wiring, theta)
         self.spec = head_spec(g)
         p = w.program
         self._scores, self._vocabulary, self._dump = p.view(p.buffer(1, g.vocab)), vocabulary, dump
@@ -211,8 +211,6 @@ class Qwen38Head:
         self._best = best_score(p, self._scores.array, self._count, None if vocabulary is None else vocabulary.ids)
         p.finish(kernels)
         self._player = Player(w)
-        half = g.rotary_dim // 2
-        self._freqs = (1.0 / theta ** (np.arange(half) / half)).astype(np.float32)
         w.one[STEP_ROWS] = 1
 
     @property
@@ -300,11 +298,9 @@ class Qwen38Head:
         step[STEP_ROWS], step[STEP_POS], step[STEP_FIRST] = rows, start, rows - 1
         w.each[STEP_ROWS] = rows * self.geometry.streams
         w.one[STEP_POS] = last
+        w.fill_rope(start, rows)
         off = self.geometry.index_ratio - 1
-        angle = np.arange(start - off, start + rows, dtype=np.float32)[:, None] * self._freqs
-        np.cos(angle, out=w.rope_pairs[: rows + off, 0])
-        np.sin(angle, out=w.rope_pairs[: rows + off, 1])
-        w.rope_draft[off] = w.rope_pairs[rows + off - 1]
+        w.rope_draft[off] = w.angles[rows + off - 1]
         w.program.bind(head.kv)
         self._player.play(rows, end)
         if w.bad[0]:

@@ -66,7 +66,7 @@ class Writer(Blocks):
         """`kept_ngrams`, by PLE layer: its n-gram rows are in `e` when the program starts."""
         limit = max(limit, MAX_UNDOABLE)  # a verify is one call
         p = Program(limit)
-        super().__init__(p, p.step, limit, g, weights, store, team, ctx)
+        super().__init__(p, p.step, limit, g, weights, store, team, ctx, g.rope_theta)
         self.spec = state_spec(g)
         self.last = p.buffer(8, dtype=np.int64)  # step block of the rows whose logits are wanted
         self.embedding = Embedding(weights.checkpoint, limit)

@@ -129,18 +129,23 @@ def test_skipped_rows_stop_the_head_until_a_reset_or_a_restore(engines):
     assert decoder.report().mtp.verifies == 1 and not decoder.report().warnings
 
 
+def _fed_without_head(recording, ids, name):
+    """The report of a sequence whose head stops: every logit and the trunk's state are plain decoding's."""
+    decoder, judge = harness.start(recording, OPTIONS, name)
+    judge.logits(0, harness.read(decoder, ids[:20], 16))
+    for at, token in enumerate(ids[20:], 1):
+        judge.logits(at, decoder.feed(token))
+    decoder.finish()
+    judge.state(head=False)
+    return decoder.report()
+
+
 def test_a_head_whose_numbers_break_stops_and_the_answer_goes_on(tmp_path):
     form = dict(dtype="F32", seed=22, poison="mtp.layers.0.mlp.experts.down_proj")
     with open_tiny(tmp_path, form, {}) as engine:
         ids = harness.random_tokens(np.random.default_rng(2), 272, 60)
         recording = _trunk_only(engine, ids)
-        decoder, judge = harness.start(recording, OPTIONS, "poisoned")
-        judge.logits(0, harness.read(decoder, ids[:20], 16))
-        for at, token in enumerate(ids[20:], 1):
-            judge.logits(at, decoder.feed(token))
-        decoder.finish()
-        judge.state(head=False)
-        warnings = decoder.report().warnings
+        warnings = _fed_without_head(recording, ids, "poisoned").warnings
         assert len(warnings) == 1 and "not finite" in warnings[0] and "--no-mtp" in warnings[0]
 
 
@@ -156,14 +161,8 @@ def test_an_expert_of_the_head_that_cannot_be_read_stops_it(tmp_path, monkeypatc
             raise ReadError("Input/output error", f"expert {experts[0]} of the head")
 
         monkeypatch.setattr(engine.head.store, "ensure", ensure)
-        decoder, judge = harness.start(recording, OPTIONS, "unreadable")
-        judge.logits(0, harness.read(decoder, ids[:20], 16))
-        for at, token in enumerate(ids[20:], 1):
-            judge.logits(at, decoder.feed(token))
-        decoder.finish()
-        judge.state(head=False)
-        warnings = decoder.report().warnings
-        assert len(warnings) == 1 and "of the head" in warnings[0] and decoder.report().mtp.verifies == 0
+        report = _fed_without_head(recording, ids, "unreadable")
+        assert len(report.warnings) == 1 and "of the head" in report.warnings[0] and report.mtp.verifies == 0
 
 
 def _trunk_only(engine, ids):
