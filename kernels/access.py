@@ -77,6 +77,14 @@ for i in range(top{j}, end{j}):
     st1_f32(y{r} + i * 4, lane(total, ai(n, i) & 15))
 """,
 }
+# of block-quantised kinds, whose groups have other sizes: a superblock that reaches over the end is asked for there
+BLOCKED_AHEAD = {
+    "ahead": """
+over = (size - 1 - g * {BYTES} - {AHEAD}) >> 63
+each j:
+    f{j} = w{j} + {AHEAD} + (skip{j} & over)
+""",
+}
 # N16, a block at a time: int8f
 BLOCK = {
     "block": """

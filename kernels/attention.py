@@ -1,4 +1,4 @@
-"""Gated attention over selected rows: caches, the indexer that selects, and the attention itself.
+"""Attention, gated or not, over selected rows: caches, the indexer that selects, and the attention itself.
 
 The indexer pools `ratio` raw keys to a block key, scores complete blocks and picks the `budget` best; a row then
 attends the picked blocks' rows and the tail behind the last complete block. While no more than `budget` blocks are
@@ -71,10 +71,11 @@ def _copy(src, dst, n):
 
 def attention_prep(p, tid, nt):
     """0 step, 1 q [R][nq][2d] (q | gate), 2 ldq, 3 k, 4 ldk, 5 v, 6 ldv, 7 qn [d], 8 kn [d], 9 eps, 10 rope rows of
-    cos | sin, 11 off, 12 K [nkv][ctx][d], 13 V, 14 ctx, 15 nq, 16 nkv, 17 d, 18 rot: q normed and rotated in place;
-    k so stored in the cache at pos + r, v beside it. Row r's angles are in rope row r + off."""
+    cos | sin, 11 off, 12 K [nkv][ctx][d], 13 V, 14 ctx, 15 nq, 16 nkv, 17 d, 18 rot, 19 gated (0: q is [R][nq][d]): q
+    normed and rotated in place; k so stored in the cache at pos + r, v beside it. Row r's angles are in rope row
+    r + off."""
     ctx, nq, nkv, d, rot = ai(p, 14), ai(p, 15), ai(p, 16), ai(p, 17), ai(p, 18)
-    units = nq + nkv
+    units, apart = nq + nkv, d + d * ai(p, 19)  # floats from one head of q to the next
     u0, u1 = share(rows(ai(p, 0)) * units, tid, nt)
     for u in range(u0, u1):
         r = u // units
@@ -82,7 +83,8 @@ def attention_prep(p, tid, nt):
         table = ai(p, 10) + 4 * (r + ai(p, 11)) * rot
         g = h - nq
         at = 4 * (g * ctx + pos(ai(p, 0)) + r) * d
-        x, w, y = ai(p, 1) + 4 * (r * ai(p, 2) + 2 * h * d), ai(p, 7), ai(p, 1) + 4 * (r * ai(p, 2) + 2 * h * d)
+        x, w = ai(p, 1) + 4 * (r * ai(p, 2) + h * apart), ai(p, 7)
+        y = x
         if g >= 0:
             x, w, y = ai(p, 3) + 4 * (r * ai(p, 4) + g * d), ai(p, 8), ai(p, 12) + at
             _copy(ai(p, 5) + 4 * (r * ai(p, 6) + g * d), ai(p, 13) + at, d)
@@ -293,10 +295,11 @@ def _values_16(s, v, d, left, picks, blocks, ratio, tail, end, out):
 def attention(p, tid, nt):
     """0 step, 1 q [R][nq][2d] (q | gate), 2 ldq, 3 K [nkv][ctx][d], 4 V, 5 ctx, 6 picks [R][budget], 7 budget,
     8 counts [R], 9 ratio, 10 out [R][nq*d], 11 ldo, 12 nq, 13 nkv, 14 d, 15 scratch, 16 scratch floats per thread
-    (>= 4 * rows attended): o = softmax(q . K / sqrt(d)) V over rows 0..t (counts -1) or the picked blocks' rows and
-    the tail; out = o * sigmoid(gate). Query heads h share kv head h // (nq/nkv), up to 4 in one unit."""
+    (>= 4 * rows attended), 17 gated (0: q is [R][nq][d]): o = softmax(q . K / sqrt(d)) V over rows 0..t (counts -1) or
+    the picked blocks' rows and the tail; out = o * sigmoid(gate), or o. Query heads h share kv head h // (nq/nkv), up
+    to 4 in one unit."""
     count, ratio, d, share_by = rows(ai(p, 0)), ai(p, 9), ai(p, 14), ai(p, 12) // ai(p, 13)
-    groups = (share_by + 3) // 4
+    groups, apart = (share_by + 3) // 4, 4 * (d + d * ai(p, 17))  # bytes from one head of q to the next
     scale = np.float32(1.0) / np.float32(math.sqrt(np.float32(d)))
     s0 = ai(p, 15) + 4 * tid * ai(p, 16)
     u0, u1 = share(ai(p, 13) * groups * count, tid, nt)
@@ -313,8 +316,8 @@ def attention(p, tid, nt):
         n = blocks * ratio + end - tail
         # fewer than four heads: the last one again, with the same bits into the same places
         h1, h2, h3 = min(1, heads - 1), min(2, heads - 1), heads - 1
-        q0 = ai(p, 1) + 4 * (r * ai(p, 2) + (kv * share_by + g0) * 2 * d)
-        q1, q2, q3 = q0 + 8 * h1 * d, q0 + 8 * h2 * d, q0 + 8 * h3 * d
+        q0 = ai(p, 1) + 4 * r * ai(p, 2) + (kv * share_by + g0) * apart
+        q1, q2, q3 = q0 + h1 * apart, q0 + h2 * apart, q0 + h3 * apart
         s1, s2, s3 = s0 + 4 * h1 * n, s0 + 4 * h2 * n, s0 + 4 * h3 * n
         picks, k, v = ai(p, 6) + 4 * r * ai(p, 7), ai(p, 3) + 4 * kv * ai(p, 5) * d, ai(p, 4) + 4 * kv * ai(p, 5) * d
 
@@ -327,7 +330,7 @@ def attention(p, tid, nt):
                 at += 16
             while i < stop:
                 for h in range(heads):
-                    st1_f32(s0 + 4 * h * n + at, dot(q0 + 8 * h * d, k + 4 * i * d, d))
+                    st1_f32(s0 + 4 * h * n + at, dot(q0 + h * apart, k + 4 * i * d, d))
                 i += 1
                 at += 4
         for h in range(heads):
@@ -344,8 +347,8 @@ def attention(p, tid, nt):
             for j in range(whole, d, 16):
                 out = o0 + 4 * (h * d + j)
                 _values_16(s0 + 4 * h * n, v + 4 * j, d, d - j, picks, blocks, ratio, tail, end, out)
-            for j in range(0, d, 16):
-                out, gate = o0 + 4 * (h * d + j), q0 + 4 * (2 * h * d + d + j)
+            for j in range(0, d if ai(p, 17) else 0, 16):
+                out, gate = o0 + 4 * (h * d + j), q0 + h * apart + 4 * (d + j)
                 st_part(out, mul(ld_part(out, d - j), vsigmoid(ld_part(gate, d - j))), d - j)
 
 

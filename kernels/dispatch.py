@@ -8,7 +8,9 @@ and they are summed in rank order afterwards (`combine`), so the bits do not dep
 number of waves (tests/models/test_qwen38.py).
 
 Groups block, int64: [G, pairs, then G x (record address, first pair, pair count)].
-Lists, int64, `limit` entries each: x rows | gate rows | up rows | activation rows | output rows.
+Lists, int64, `limit` entries each: x rows | gate rows | up rows | activation rows | output rows. x and activation rows
+are what the weights take: floats, or int8 codes of them. `gated` puts silu(gate) * up over the gate rows; codes of
+those go into the activation rows, and floats are read where they are.
 """
 
 from __future__ import annotations

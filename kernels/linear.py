@@ -17,7 +17,22 @@ from numba import njit
 
 from coli.kernels.abi import ai, block_end, call_tile, ld1_i64, rows, share, st1_f32, st1_i32
 from coli.kernels.moe import gate_blocks
-from coli.kernels.simd import add, hmax, hsum, ld_f32_tail, mul, prefetch, splat, st_i8, sub, vabs, vmax, vmin, zero_f
+from coli.kernels.simd import (
+    add,
+    hmax,
+    hsum,
+    ld_f32,
+    ld_f32_tail,
+    mul,
+    prefetch,
+    splat,
+    st_i8,
+    sub,
+    vabs,
+    vmax,
+    vmin,
+    zero_f,
+)
 
 _CACHED_WEIGHTS = 1 << 17  # weights of a block that several groups of rows visit: 64..512 KB, within L2
 _EARLY = 4096
@@ -100,7 +115,7 @@ def grouped(p, tid, nt):
 
 def gated(p, tid, nt):
     """Experts' inner rows, silu(gate) * up: 0..10 as `grouped` has them, of the gate; 11 w offset, 12 s offset and
-    13 ys of up, 14 out (row addresses by pair), 15 bytes of a weight row. A thread has the same rows of both, so it
+    13 ys of up, 14 out (row addresses by pair; may be the gate's), 15 bytes of a weight row. A thread has the same rows of both, so it
     needs to wait for none."""
     n, grain = ai(p, 5), ai(p, 10)
     units = (n + grain - 1) // grain
@@ -155,6 +170,13 @@ def listed(p, tid, nt):
     _product(p, ai(p, 1), ai(p, 2), ai(p, 3), ai(p, 4), rows(ai(p, 0)), False, j0, j1)
 
 
+@njit(inline="always")
+def _codes(x, inverse):
+    """x * inverse to the nearest of -127..127, half to even, as floats."""
+    c = vmin(vmax(mul(x, splat(inverse)), splat(np.float32(-127.0))), splat(np.float32(127.0)))
+    return sub(add(c, splat(_ROUND)), splat(_ROUND))
+
+
 @njit
 def _quantize_group(x, count, codes, scale_at, correction_at, offset):
     """64 inputs, `count` of them there. A NaN or an infinity among them makes the scale one too: nothing is hidden."""
@@ -169,9 +191,7 @@ def _quantize_group(x, count, codes, scale_at, correction_at, offset):
         inverse = np.float32(1.0) / scale
     total = zero_f()
     for i in range(0, 64, 16):
-        c = mul(ld_f32_tail(x + 4 * i, count - i), splat(inverse))
-        c = vmin(vmax(c, splat(np.float32(-127.0))), splat(np.float32(127.0)))
-        c = sub(add(c, splat(_ROUND)), splat(_ROUND))
+        c = _codes(ld_f32_tail(x + 4 * i, count - i), inverse)
         st_i8(codes + i, c)
         total = add(total, c)
     st1_f32(scale_at, scale + hsum(bad))
@@ -191,4 +211,34 @@ def quantize(p, tid, nt):
         _quantize_group(x + g * 256, k - g * 64, q + g * 64, scales + g * 4, scales + groups * 4 + g * 4, ai(p, 4))
 
 
-KERNELS = {"linear": linear, "grouped": grouped, "gated": gated, "listed": listed, "quantize": quantize}
+@njit
+def _quantize_block(x, q):
+    """32 inputs to 48 bytes, by the rule of `_quantize_group`."""
+    a, b = ld_f32(x), ld_f32(x + 64)
+    scale = hmax(vmax(vmax(zero_f(), vabs(a)), vabs(b))) / np.float32(127.0)
+    inverse = np.float32(0.0)
+    if scale > np.float32(1.2e-38):
+        inverse = np.float32(1.0) / scale
+    first, last = _codes(a, inverse), _codes(b, inverse)
+    st_i8(q, first)
+    st_i8(q + 16, last)
+    scale += hsum(add(mul(a, zero_f()), mul(b, zero_f())))
+    s, t = np.int64(hsum(first)), np.int64(hsum(last))
+    st1_f32(q + 32, scale)
+    st1_f32(q + 36, scale * np.float32(s + t))
+    st1_i32(q + 40, np.int32(-s - t))
+    st1_i32(q + 44, np.int32((-s & 0xFFFF) | (-t << 16)))
+
+
+def quantize_blocks(p, tid, nt):
+    """Prepared rows for block-quantised weights (blocked.py has the layout). 0 address of the row count, 1 xs (row
+    addresses, float32), 2 qs (addresses of prepared rows), 3 k, a multiple of 32."""
+    groups = ai(p, 3) // 32
+    first, last = share(ld1_i64(ai(p, 0)) * groups, tid, nt)
+    for unit in range(first, last):
+        r, g = unit // groups, unit % groups
+        _quantize_block(ld1_i64(ai(p, 1) + 8 * r) + g * 128, ld1_i64(ai(p, 2) + 8 * r) + g * 48)
+
+
+KERNELS = {"linear": linear, "grouped": grouped, "gated": gated, "listed": listed, "quantize": quantize,
+           "quantize_blocks": quantize_blocks}

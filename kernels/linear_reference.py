@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from coli.kernels.blocked import prepared_blocks_bytes
 from coli.kernels.packing import GROUP, OFFSETS, Packed, groups_of, prepared_bytes, unpack
 
 
@@ -67,6 +68,34 @@ def prepare_numpy(x: np.ndarray, kind: str) -> np.ndarray:
     parts = (np.ascontiguousarray(part).view(np.uint8) for part in (codes, scales, corrections))
     rows = np.concatenate(list(parts), axis=1)
     return np.pad(rows, ((0, 0), (0, prepared_bytes(x.shape[1]) - rows.shape[1])))
+
+
+def quantize_blocks_numpy(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [R, k] -> codes int8 [R, groups, 32] and scales float32 [R, groups]."""
+    groups = np.asarray(x, np.float32).reshape(len(x), -1, 32)
+    scales = np.abs(groups).max(axis=2) / np.float32(127)
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > np.float32(1.2e-38))
+    return np.rint(np.clip(groups * inverse[..., None], -127, 127)).astype(np.int8), scales
+
+
+def prepare_blocks_numpy(x: np.ndarray) -> np.ndarray:
+    """Prepared rows, uint8 [R, prepared_blocks_bytes(k)], for weights of any block-quantised kind."""
+    codes, scales = quantize_blocks_numpy(x)
+    count, groups = scales.shape
+    halves = codes.reshape(count, groups, 2, 16).sum(axis=3, dtype=np.int16)
+    whole = halves.sum(axis=2, dtype=np.int32)
+    record = np.dtype([("codes", "i1", 32), ("scale", "f4"), ("sum", "f4"), ("minus", "i4"), ("halves", "i2", 2)])
+    rows = np.zeros((count, groups), record)
+    rows["codes"], rows["scale"], rows["sum"] = codes, scales, scales * whole.astype(np.float32)
+    rows["minus"], rows["halves"] = -whole, -halves
+    packed = rows.view(np.uint8).reshape(count, groups * 48)
+    return np.pad(packed, ((0, 0), (0, prepared_blocks_bytes(x.shape[1]) - packed.shape[1])))
+
+
+def linear_blocks_numpy(dense: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """float64 [R, n]: decoded weights times the int8 activations of block-quantised kinds."""
+    codes, scales = quantize_blocks_numpy(x)
+    return linear_numpy(dense, (codes * scales.astype(np.float64)[..., None]).reshape(len(x), -1))
 
 
 def linear_quantised_numpy(packed: Packed, x: np.ndarray) -> np.ndarray:

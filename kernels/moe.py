@@ -121,21 +121,25 @@ def swiglu(p, tid, nt):
 
 def combine(p, tid, nt):
     """0 step, 1 d [R*K][ldd], 2 ldd, 3 weights [R][K], 4 K, 5 shared, 6 ldshared, 7 shared gate logits, 8 ldg, 9 y,
-    10 ldy, 11 H: y = sum over the ranks, best first, of w * d[r*K + rank], then + sigmoid(gate) * shared; by `columns`.
-    """
+    10 ldy, 11 H: y = sum over the ranks, best first, of w * d[r*K + rank], then + sigmoid(gate) * shared unless shared
+    is 0; by `columns`."""
     k, ldd, h = ai(p, 4), 4 * ai(p, 2), ai(p, 11)
     b0, b1 = columns(h, tid, nt)
     for r in range(rows(ai(p, 0))):
         if b0 < b1:
             d, w, y = ai(p, 1) + r * k * ldd, ai(p, 3) + 4 * r * k, ai(p, 9) + 4 * r * ai(p, 10)
-            shared = ai(p, 5) + 4 * r * ai(p, 6)
-            gate = splat(sigmoid1(ld1_f32(ai(p, 7) + 4 * r * ai(p, 8))))
+            shared, gate = ai(p, 5), zero_f()
+            if shared != 0:
+                shared += 4 * r * ai(p, 6)
+                gate = splat(sigmoid1(ld1_f32(ai(p, 7) + 4 * r * ai(p, 8))))
             for b in range(b0, b1):
                 left = h - 16 * b
                 total = zero_f()
                 for i in range(k):
                     total = fma(splat_at(w + 4 * i), ld_part(d + i * ldd + 64 * b, left), total)
-                st_part(y + 64 * b, fma(gate, ld_part(shared + 64 * b, left), total), left)
+                if shared != 0:
+                    total = fma(gate, ld_part(shared + 64 * b, left), total)
+                st_part(y + 64 * b, total, left)
 
 
 KERNELS = {"router": router, "swiglu": swiglu, "combine": combine}

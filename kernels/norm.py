@@ -1,4 +1,4 @@
-"""Norms, and the sums they share with the other kernels.
+"""Norms, the sums they share with the other kernels, and a gathering of features in another order.
 
 One statistic per unit (a row's group of features): four vector accumulators in a fixed order, then `hsum`'s tree, so
 a row has the same bits however many rows and threads there are (tests/kernels/test_norm.py).
@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import njit
 
-from coli.kernels.abi import af, ai, columns, rows, share
+from coli.kernels.abi import af, ai, columns, ld1_f32, ld1_i32, rows, share, st1_f32
 from coli.kernels.simd import add, fma, hsum, ld_f32, ld_part, mul, splat, st_part, vsilu, zero_f
 
 
@@ -72,4 +72,14 @@ def silu_scaled(p, tid, nt):
             st_part(x + 64 * b, vsilu(mul(ld_part(x + 64 * b, left), scale)), left)
 
 
-KERNELS = {"rms_group": rms_group, "silu_scaled": silu_scaled}
+def gather(p, tid, nt):
+    """0 step, 1 x, 2 ldx, 3 idx int32 [n], 4 y, 5 ldy, 6 n: y[j] = x[idx[j]], by `columns` of y."""
+    n = ai(p, 6)
+    b0, b1 = columns(n, tid, nt)
+    for r in range(rows(ai(p, 0))):
+        x, y = ai(p, 1) + 4 * r * ai(p, 2), ai(p, 4) + 4 * r * ai(p, 5)
+        for j in range(16 * b0, min(16 * b1, n)):
+            st1_f32(y + 4 * j, ld1_f32(x + 4 * np.int64(ld1_i32(ai(p, 3) + 4 * j))))
+
+
+KERNELS = {"rms_group": rms_group, "silu_scaled": silu_scaled, "gather": gather}

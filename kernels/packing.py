@@ -19,7 +19,7 @@ one 32-bit lane. One block is one contiguous stream, a multiple of 64 bytes, sca
     int8 codes [64 * groups] | float32 scales [groups] | int32 corrections -offset * (sum of the codes) [groups]
 
 A row's distance is `prepared_bytes(k)`, a multiple of 64. Tests: tests/kernels/test_linear.py packs, unpacks and
-multiplies with both.
+multiplies with both. Block-quantised kinds have a layout and prepared rows of their own (kernels/blocked.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coli.kernels.blocked import BLOCKED, blocked_bytes, prepared_blocks_bytes
+
 TILE_ROWS = (1, 2, 3, 4, 6)  # activation rows a tile exists for; 5 run in the tile for 6
 TILE_KINDS = ("f32", "f16", "bf16", "fp8", "int8", "int4", "int8f", "int4f")
 LISTED = "listed_"  # before a kind: its tile over the weight rows of a list, for one activation row
 LISTED_KINDS = tuple(LISTED + kind for kind in ("f32", "f16", "bf16", "fp8", "int8", "int8f"))
 PREPARED_KINDS = ("int8", "int4")  # their x rows go through `quantize`
 OFFSETS = {"int8": 128, "int4": 8}
+BLOCKED_KINDS = tuple(BLOCKED) + tuple(kind + "f" for kind in BLOCKED)  # kernels/blocked.py; f: float32 activations
 GRAIN = 16  # weight rows handed to a thread at a time, any kind: a block of N16, a cache line of y
 CHUNK = 1024  # scores that are searched and summed together (kernels/draft.py)
 GROUP = 64  # inputs that share an activation scale, and an int4 weight scale
@@ -46,7 +49,7 @@ def tile_name(kind: str, rows: int) -> str:
 
 def tile_rows(kind: str) -> tuple[int, ...]:
     """Activation rows that tiles of this kind exist for."""
-    return (1,) if kind in LISTED_KINDS else TILE_ROWS
+    return (1,) if kind.startswith(LISTED) else TILE_ROWS
 
 
 def parts_of(scores: int) -> int:
@@ -63,13 +66,27 @@ def prepared_bytes(k: int) -> int:
     return -(-groups_of(k) * (GROUP + 8) // 64) * 64
 
 
+def prepared_row_bytes(kind: str, k: int) -> int:
+    """Bytes between two activation rows that weights of `kind` take, where they are prepared; 0 for plain float32."""
+    if kind in BLOCKED:
+        return prepared_blocks_bytes(k)
+    return prepared_bytes(k) if kind in PREPARED_KINDS else 0
+
+
+def is_n16(kind: str) -> bool:
+    """Are 16 weight rows of this kind side by side?"""
+    return kind in BLOCKED_KINDS or kind.startswith("int")
+
+
 def block_bytes(kind: str, k: int) -> int:
     """Bytes of one block of 16 weight rows."""
+    if kind in BLOCKED_KINDS:
+        return blocked_bytes(kind, 16, k)
     return groups_of(k) * 1024 + 64 if kind.startswith("int8") else groups_of(k) * 576
 
 
 def packed_bytes(kind: str, n: int, k: int) -> int:
-    """Bytes of a packed int8 or int4 weight [n, k]."""
+    """Bytes of an N16 weight [n, k]."""
     return -(-n // 16) * block_bytes(kind, k)
 
 

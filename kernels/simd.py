@@ -2,10 +2,10 @@
 
 Every function here becomes one or two instructions. The vectors are plain LLVM types, not x86 intrinsics: a CPU
 with AVX-512 gets one zmm instruction, one with AVX2 two ymm instructions, an ARM four NEON ones, with the *same
-bits* (each lane's arithmetic and every reduction tree are fixed here). Only `dpbusd` has an x86 spelling of its own
-(VNNI) beside a portable one; both are exact integer sums. So one kernel source serves every machine, and
-`COLI_SIMD=0` (compile for a CPU without AVX-512) must reproduce the fast variant bit for bit
-(tests/kernels/test_portable.py).
+bits* (each lane's arithmetic and every reduction tree are fixed here). Only `dpbusd` and the table lookup
+(kernels/simd_blocked.py) have x86 spellings of their own, VNNI and byte shuffles, beside a portable one; all are exact
+integer arithmetic. So one kernel source serves every machine, and `COLI_SIMD=0` (compile for a CPU without AVX-512)
+must reproduce the fast variant bit for bit (tests/kernels/test_portable.py).
 
 Addresses are int64 (kernels/abi.py).
 """
@@ -48,13 +48,18 @@ _V16 = {16: ir.VectorType(I16, 16), 8: ir.VectorType(I8, 16)}
 _MASK = ir.VectorType(ir.IntType(1), 16)
 
 
-def has_vnni() -> bool:
-    """Does the CPU that Numba compiles for have AVX-512 VNNI? NUMBA_CPU_FEATURES decides where it is set (empty: no);
-    NUMBA_CPU_NAME alone does not, because Numba adds the host's features to any name but "generic"."""
+def has(feature: str) -> bool:
+    """Does the CPU that Numba compiles for have this x86 feature? NUMBA_CPU_FEATURES decides where it is set (empty:
+    no); NUMBA_CPU_NAME alone does not, because Numba adds the host's features to any name but "generic"."""
     settings: Any = config  # Numba fills this module at import
     if settings.CPU_FEATURES is not None:
-        return "+avx512vnni" in settings.CPU_FEATURES.split(",")
-    return bool(settings.ENABLE_AVX) and llvm.get_host_cpu_features().get("avx512vnni", False)
+        return "+" + feature in settings.CPU_FEATURES.split(",")
+    return bool(settings.ENABLE_AVX) and llvm.get_host_cpu_features().get(feature, False)
+
+
+def has_vnni() -> bool:
+    """AVX-512 VNNI, for `dpbusd`."""
+    return has("avx512vnni")
 
 
 _VNNI = has_vnni()

@@ -1,8 +1,8 @@
-"""The residual streams: fill them from the embedding, mix them into a block's input, inject the block's output.
+"""The residual: fill it from the embedding, mix its streams into a block's input, inject the block's output.
 
 A row holds `copies` streams of H features, stream-major. All work is element by element, in units of 16 features; the
-sum over streams runs in stream order (tests/kernels/test_streams.py). `stream_inject` goes by `columns`: a thread takes
-the features of y that it has just computed itself.
+sum over streams runs in stream order (tests/kernels/test_streams.py). `stream_inject`, and `residual` for a model with
+one plain stream, go by `columns`: a thread takes the features of y that it has just computed itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from numba import njit
 
 from coli.kernels.abi import ai, columns, first, in_row, ld1_f32, ld1_i64, rows, share, st1_i64
 from coli.kernels.simd import (
+    add,
     div,
     fma,
     hsum,
@@ -74,6 +75,14 @@ def stream_mix(p, tid, nt):
             st_part(x + 64 * b, div(total, count), left)
 
 
+@njit(inline="always")
+def _report(check, bad, layer):
+    """Leave layer + 1 in the cell `bad` where it is 0 and a lane of `check` is NaN."""
+    total = hsum(check)
+    if total != total and ld1_i64(bad) == 0:
+        st1_i64(bad, layer + 1)
+
+
 def stream_inject(p, tid, nt):
     """0 step, 1 s, 2 lds, 3 y, 4 ldy, 5 inject, 6 ldi, 7 H, 8 copies, 9 bad cell, 10 layer, by `columns` of H:
     s_j += 2 * sigmoid(inject_j / copies) * y. The first layer whose streams are not finite leaves layer + 1 in `bad`
@@ -92,9 +101,23 @@ def stream_inject(p, tid, nt):
                     v = fma(gate, ld_part(y + 64 * b, left), ld_part(at, left))
                     check = fma(v, zero_f(), check)
                     st_part(at, v, left)
-    total = hsum(check)
-    if total != total and ld1_i64(ai(p, 9)) == 0:
-        st1_i64(ai(p, 9), ai(p, 10) + 1)
+    _report(check, ai(p, 9), ai(p, 10))
+
+
+def residual(p, tid, nt):
+    """0 step, 1 s, 2 lds, 3 y, 4 ldy, 5 n, 6 bad cell, 7 layer: s += y, by `columns`, with the check of
+    `stream_inject`."""
+    n = ai(p, 5)
+    b0, b1 = columns(n, tid, nt)
+    check = zero_f()
+    for r in range(rows(ai(p, 0))):
+        s, y = ai(p, 1) + 4 * r * ai(p, 2), ai(p, 3) + 4 * r * ai(p, 4)
+        for b in range(b0, b1):
+            left = n - 16 * b
+            v = add(ld_part(s + 64 * b, left), ld_part(y + 64 * b, left))
+            check = fma(v, zero_f(), check)
+            st_part(s + 64 * b, v, left)
+    _report(check, ai(p, 6), ai(p, 7))
 
 
 def copy_rows(p, tid, nt):
@@ -109,4 +132,5 @@ def copy_rows(p, tid, nt):
             st_part(dst + 64 * b, ld_part(src + 64 * b, width - 16 * b), width - 16 * b)
 
 
-KERNELS = {"embed": embed, "stream_mix": stream_mix, "stream_inject": stream_inject, "copy_rows": copy_rows}
+KERNELS = {"embed": embed, "stream_mix": stream_mix, "stream_inject": stream_inject, "residual": residual,
+           "copy_rows": copy_rows}

@@ -23,20 +23,22 @@ broadcast, no horizontal sums, J = 2 blocks at a time.
 each prefetched AHEAD bytes in front. Measured on one Zen 5 core against neighbouring rows (blocks) prefetched one block
 ahead: bf16 76 -> 88 % of a bare read loop at one row, int8 69 -> 85 % at six.
 
-*Templates*: an `each r:` line repeats its indented block with {r} = 0..R-1 (j: weight rows, u: vectors of one pass),
-`use name` puts a snippet there, {expression} is evaluated; everything else is plain Python of the vector vocabulary
-(kernels/simd.py). A tile keeps its unrolled text in `.source`, and tracebacks show it.
+*Templates* (kernels/unroll.py): `each r:` stands for every activation row, j for the weight rows or blocks done
+together, u for the vectors of one pass; the words are the vector vocabulary (kernels/simd.py). A tile keeps its
+unrolled text in `.source`, and tracebacks show it. The block-quantised kinds have templates of their own
+(kernels/tiles_blocked.py).
 """
 
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 
-from coli.kernels import abi, simd
+from coli.kernels import abi, simd, simd_blocked, tiles_blocked
 from coli.kernels.access import BLOCK, BLOCKS, LISTED_BLOCK, LISTED_BLOCKS, LISTED_ROWS, ROWS
+from coli.kernels.packing import BLOCKED_KINDS, LISTED
+from coli.kernels.unroll import unroll
 
 NATURAL = """
 def tile(w, s, xs, ys, j0, j1, n, k, a, b):
@@ -302,29 +304,6 @@ def tile(w, s, xs, ys, j0, j1, n, k, a, b):
             st_f32_tail(y{r} + top * 4, sum{r}, j1 - top)
 """
 
-def unroll(template: str, counts: Mapping[str, int], values: Mapping[str, object]) -> str:
-    """Repeat every `each name:` block counts[name] times, insert `use name` snippets from `values`, and evaluate the
-    {expressions} with the numbers and `values` at hand."""
-    return "\n".join(_unroll(template.strip("\n").split("\n"), counts, dict(values))) + "\n"
-
-
-def _unroll(lines: list[str], counts: Mapping[str, int], values: dict[str, object]) -> list[str]:
-    out: list[str] = []
-    while lines:
-        line, lines = lines[0], lines[1:]
-        indent = line[: len(line) - len(line.lstrip())]
-        word, _, name = line.strip().rstrip(":").partition(" ")
-        if word == "use":
-            lines = [indent + text for text in str(values[name]).strip("\n").split("\n") if text] + lines
-        elif word == "each":
-            size = next((i for i, text in enumerate(lines) if not text.startswith(indent + "    ")), len(lines))
-            body, lines = [text[4:] for text in lines[:size]], lines[size:]
-            for number in range(counts[name]):
-                out += _unroll(body, counts, {**values, name: number})
-        else:
-            out.append(re.sub(r"\{([^}]*)\}", lambda m: str(eval(m[1], {}, values)), line))
-    return out
-
 
 def _natural(load: str, width: int, rows: int, access: Mapping[str, str]) -> str:
     values = {"J": 4, "U": 2, "AHEAD": 2048, "load": load, "width": width, **access}
@@ -355,6 +334,8 @@ SOURCES: dict[str, Callable[[int], str]] = {
     "listed_fp8": lambda rows: _fp8(rows, LISTED_ROWS),
     "listed_int8": lambda rows: _n16(INT8, 16, rows, LISTED_BLOCKS),
     "listed_int8f": lambda rows: _n16(INT8F, 4, rows, LISTED_BLOCK),
+    **{kind: partial(tiles_blocked.source, kind) for kind in BLOCKED_KINDS},
+    **{LISTED + kind: partial(tiles_blocked.source, kind, listed=True) for kind in BLOCKED_KINDS},
 }
 
 
@@ -365,7 +346,7 @@ def tile(kind: str, rows: int) -> Callable:
     source = SOURCES[kind](rows).replace("def tile(", f"def {name}(", 1)
     filename = f"<{name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    namespace = vars(abi) | vars(simd)
+    namespace = vars(abi) | vars(simd) | vars(simd_blocked)
     exec(compile(source, filename, "exec"), namespace)
     function = namespace[name]
     function.source = source

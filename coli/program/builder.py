@@ -73,6 +73,7 @@ class Program:
         self._kept: list[Any] = []
         self._ops: list[tuple[str, list[Any], int]] = []
         self._tiles: dict[str, np.ndarray] = {}
+        self._codes: dict[tuple[int, str], np.ndarray] = {}
         self._open: list[tuple[int, int, StateCell]] = []
         self._bound: Any = None
         self.table = np.zeros((0, ROW_CELLS), np.int64)
@@ -94,6 +95,15 @@ class Program:
         pointers = row_pointers(array)
         self.nbytes += pointers.nbytes
         return Rows(array, pointers)
+
+    def codes_of(self, rows: Rows, form: str, width: int) -> np.ndarray:
+        """Addresses of as many rows of `width` bytes, for int8 codes of `rows`; the same ones each time, for codes live
+        no longer than what they are made of."""
+        key = rows.pointers.ctypes.data, form
+        if key not in self._codes:
+            self._kept.append(rows)  # its address is the key
+            self._codes[key] = self.view(self.buffer(len(rows.array), width, dtype=np.uint8)).pointers
+        return self._codes[key]
 
     def tiles(self, kind: str) -> np.ndarray:
         """int64[8]: address of the GEMV tile of this weight kind for R rows at index R (0: there is none)."""

@@ -227,7 +227,7 @@ def warmup(settings: Any, on_progress: Progress | None = None) -> WarmupReport:
     """Compile every kernel the engines can use. Raises ColiError where they cannot be kept."""
     start = time.monotonic()
     kernels = Kernels(settings.cache_dir, simd=settings.simd, on_progress=on_progress)
-    kernels.load(compiler.signatures())
+    kernels.load(compiler.signatures(compiler.tile_names()))
     if not kernels.kept:
         raise ColiError(kernels.notes[0], "warmup", "a warm-up that is not kept is of no use")
     return WarmupReport(kernels.compiled, kernels.reused, time.monotonic() - start, str(kernels.folder))

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,26 @@ MODULES = ("threads", "dispatch", "norm", "streams", "deltanet", "attention", "m
 _MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe")  # ELF, Mach-O
 
 
-def signatures() -> dict[str, tuple[Any, Any]]:
-    """Name -> (Numba signature, Python function) of every kernel there is."""
+def tile_names() -> list[str]:
+    """The tiles that `coli warmup` compiles: all but those of block-quantised kinds, of which a file uses a few out of
+    many. They are compiled when such a file is opened first."""
+    from coli.kernels.packing import LISTED_KINDS, TILE_KINDS, tile_name, tile_rows
+
+    return [tile_name(kind, rows) for kind in TILE_KINDS + LISTED_KINDS for rows in tile_rows(kind)]
+
+
+def signatures(tiles: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Name -> (Numba signature, Python function) of these tiles and of every kernel that is none."""
     from numba import types
 
-    from coli.kernels.packing import LISTED_KINDS, TILE_KINDS, tile_name, tile_rows
     from coli.kernels.tiles import tile
 
     i64 = types.int64
     shapes = {"KERNELS": types.void(i64, i64, i64), "ENTRIES": i64(i64, i64)}
     gemv = types.void(*[i64] * 10)
+    parts = [name.removeprefix("tile_").rsplit("_", 1) for name in tiles]
     found: dict[str, tuple[Any, Any]] = {
-        tile_name(kind, rows): (gemv, tile(kind, rows))
-        for kind in TILE_KINDS + LISTED_KINDS
-        for rows in tile_rows(kind)
+        name: (gemv, tile(kind, int(rows))) for name, (kind, rows) in zip(tiles, parts, strict=True)
     }
     for module in MODULES:
         content = importlib.import_module(f"coli.kernels.{module}")
@@ -77,7 +84,7 @@ def read(path: Path) -> tuple[str, bytes] | None:
 
 
 def main(folder: str, names: list[str]) -> None:
-    table = signatures()
+    table = signatures([name for name in names if name.startswith("tile_")])
     for name in names:
         write(Path(folder), name, *build(name, table))
         print(name, flush=True)

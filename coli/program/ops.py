@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from coli.kernels.packing import GRAIN, LISTED, OFFSETS, PREPARED_KINDS, parts_of, prepared_bytes
+from coli.kernels.blocked import BLOCKED
+from coli.kernels.packing import GRAIN, LISTED, OFFSETS, is_n16, parts_of, prepared_row_bytes
 from coli.program.builder import Program, Rows
 
 
@@ -49,16 +50,28 @@ class BestScore:
     p: np.ndarray
 
 
+def prepare_op(
+    program: Program, kind: str, count: np.ndarray, xs: np.ndarray, qs: np.ndarray, k: int, *, barrier: bool = True
+) -> None:
+    """Int8 codes of the first `count` (a cell) rows that xs lists into those that qs lists, as weights of `kind` take
+    them: rows of prepared_row_bytes(kind, k) bytes."""
+    if kind in BLOCKED:
+        program.op("quantize_blocks", count, xs, qs, k, barrier=barrier)
+    else:
+        program.op("quantize", count, xs, qs, k, OFFSETS[kind], barrier=barrier)
+
+
 def quantized(program: Program, source: Input, kind: str, count: np.ndarray | None = None) -> np.ndarray:
-    """Row pointers that a weight of `kind` multiplies: the float rows, or int8 codes of them (per 64 inputs)."""
-    if kind not in PREPARED_KINDS:
+    """Row pointers that a weight of `kind` multiplies: the float rows, or int8 codes of them."""
+    size = prepared_row_bytes(kind, source.width)
+    if not size:
         return source.rows.pointers
-    if kind not in source.prepared:
-        rows = program.view(program.buffer(source.rows.array.shape[0], prepared_bytes(source.width), dtype=np.uint8))
-        source.prepared[kind] = rows.pointers
+    form = "blocks" if kind in BLOCKED else kind  # all block-quantised kinds take the same codes
+    if form not in source.prepared:
+        source.prepared[form] = program.codes_of(source.rows, form, size)
         count = program.step if count is None else count
-        program.op("quantize", count, source.rows.pointers, rows.pointers, source.width, OFFSETS[kind])
-    return source.prepared[kind]
+        prepare_op(program, kind, count, source.rows.pointers, source.prepared[form], source.width)
+    return source.prepared[form]
 
 
 def linear(
@@ -89,7 +102,7 @@ def listed(
     program.op(
         "listed", program.step if step is None else step, weight.codes, 0 if weight.scales is None else weight.scales,
         quantized(program, source, weight.kind, step), out.pointers, ids, weight.k, *weight.block,
-        program.tiles(LISTED + weight.kind), GRAIN, count, int(weight.kind.startswith("int")),
+        program.tiles(LISTED + weight.kind), GRAIN, count, int(is_n16(weight.kind)),
     )
 
 
@@ -104,8 +117,9 @@ def best_score(program: Program, scores: np.ndarray, count: np.ndarray, ids: np.
 
 
 def rms_group(
-    program: Program, x: Rows, weight: np.ndarray, y: Rows, group: int, eps: float, *, step: Any = None
-) -> None:
+    program: Program, x: Rows, weight: np.ndarray, y: Rows, group: int, eps: float, *, step: Any = None,
+    barrier: bool = True
+) -> None:  # fmt: skip
     """RMS norm of each `group` consecutive features."""
     step = program.step if step is None else step
-    program.op("rms_group", step, x.array, x.ld, weight, y.array, y.ld, weight.size, group, eps)
+    program.op("rms_group", step, x.array, x.ld, weight, y.array, y.ld, weight.size, group, eps, barrier=barrier)

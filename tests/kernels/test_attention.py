@@ -38,6 +38,7 @@ class Shape:
     ratio: int
     budget: int
     rows: int = 60
+    gated: int = 1
 
 
 SHAPES = [
@@ -46,6 +47,7 @@ SHAPES = [
     Shape(nq=6, nkv=1, d=80, rot=40, nh=1, di=48, irot=2, ratio=3, budget=4),
     Shape(nq=3, nkv=3, d=21, rot=10, nh=3, di=17, irot=6, ratio=1, budget=7),
     Shape(nq=5, nkv=1, d=128, rot=128, nh=2, di=64, irot=64, ratio=4, budget=100),  # never beyond the budget
+    Shape(nq=6, nkv=2, d=48, rot=48, nh=1, di=16, irot=8, ratio=4, budget=3, gated=0),  # q alone
 ]
 
 
@@ -55,7 +57,7 @@ class Layer:
     def __init__(self, shape: Shape) -> None:
         c = self.c = shape
         self.ctx = c.rows + 3
-        self.q, self.k, self.v = normal(1, c.rows, c.nq * 2 * c.d), *normal(2, 2, c.rows, c.nkv * c.d)
+        self.q, self.k, self.v = normal(1, c.rows, c.nq * (1 + c.gated) * c.d), *normal(2, 2, c.rows, c.nkv * c.d)
         self.qk = normal(3, c.rows, (c.nh + 1) * c.di)
         self.qn, self.kn = 1 + normal(4, 2, c.d) / 4
         self.iqn, self.ikn = 1 + normal(5, 2, c.di) / 4
@@ -76,7 +78,7 @@ class Layer:
         q, k, v, qk = (guarded(x[part], i) for i, x in enumerate((self.q, self.k, self.v, self.qk)))
         (rope, off), (irope, _) = self.table(part, c.rot), self.table(part, c.irot)
         inputs = (q, q.shape[1], k, k.shape[1], v, v.shape[1], self.qn, self.kn, EPS, rope, off)
-        call(attention_prep, at, *inputs, *self.cache, self.ctx, c.nq, c.nkv, c.d, c.rot, nt=nt)
+        call(attention_prep, at, *inputs, *self.cache, self.ctx, c.nq, c.nkv, c.d, c.rot, c.gated, nt=nt)
         call(
             index_prep, at, qk, qk.shape[1], self.iqn, EPS, irope, off, self.raw, c.nh, c.di, c.irot, nt=nt
         )  # fmt: skip
@@ -100,7 +102,7 @@ class Layer:
         out = guarded(np.full((len(q), c.nq * c.d), GUARD), 2)
         chosen = (picks, c.budget, counts, c.ratio, out, out.shape[1], c.nq, c.nkv, c.d)
         at = step(len(q), part.start)
-        call(attention, at, q, q.shape[1], *self.cache, self.ctx, *chosen, scratch, 4 * most, nt=nt)
+        call(attention, at, q, q.shape[1], *self.cache, self.ctx, *chosen, scratch, 4 * most, c.gated, nt=nt)
         assert scratch[-1] == GUARD
         return inner(out, c.nq * c.d)
 
@@ -118,7 +120,8 @@ def test_the_layer_against_numpy(one_by_one) -> None:
     c, wide = layer.c, np.float64
     here = np.arange(c.rows)
     table, irope = rope_table(here, c.rot, THETA), rope_table(here, c.irot, THETA)
-    qg = layer.q.astype(wide).reshape(c.rows, c.nq, 2, c.d)
+    qg = layer.q.astype(wide).reshape(c.rows, c.nq, 1 + c.gated, c.d)
+    open_gates = np.full((c.nq, c.d), 1e4)
     q = norm_rope_numpy(qg[:, :, 0], layer.qn.astype(wide), EPS, table)
     k = norm_rope_numpy(layer.k.astype(wide).reshape(c.rows, c.nkv, c.d), layer.kn.astype(wide), EPS, table)
     v = layer.v.astype(wide).reshape(c.rows, c.nkv, c.d)
@@ -143,7 +146,8 @@ def test_the_layer_against_numpy(one_by_one) -> None:
             assert np.all(np.diff(picks[t]) > 0) and picks[t][-1] < done
             assert rest.max() <= least_in + 1e-5, "a better block was left out"
         use = attended_rows(t, picks[t], c.ratio)
-        expected = attention_numpy(q[t], qg[t, :, 1], k.transpose(1, 0, 2), v.transpose(1, 0, 2), use)
+        gates = qg[t, :, 1] if c.gated else open_gates
+        expected = attention_numpy(q[t], gates, k.transpose(1, 0, 2), v.transpose(1, 0, 2), use)
         assert close(out[t], expected, np.abs(v).max(), 2e-6)
 
 

@@ -11,9 +11,9 @@ import pytest
 from coli.kernels.deltanet import conv_silu
 from coli.kernels.linear import linear
 from coli.kernels.moe import combine
-from coli.kernels.norm import silu_scaled
+from coli.kernels.norm import gather, silu_scaled
 from coli.kernels.packing import GRAIN, TILE_ROWS
-from coli.kernels.streams import stream_inject
+from coli.kernels.streams import residual, stream_inject
 from coli.kernels.tiles import tile
 from tests.kernels.harness import address, block, compiled, pointers, step, tile_table
 
@@ -40,6 +40,9 @@ def test_threads_keep_their_columns(n: int, nt: int) -> None:
         assert np.array_equal(written(silu_scaled, out, tid, nt, rows, out, n, n, 0.5), product)
         injected = (rows, streams, 2 * n, ones, n, two, 2, n, 2, bad, 0)
         assert np.array_equal(written(stream_inject, streams, tid, nt, *injected), np.hstack([product, product]))
+        assert np.array_equal(written(residual, out, tid, nt, rows, out, n, ones, n, n, bad, 0), product)
+        gathered = (rows, ones, n, np.arange(n, dtype=np.int32), out, n, n)
+        assert np.array_equal(written(gather, out, tid, nt, *gathered), product)
         combined = (rows, ones, n, two, 1, ones, n, two, 2, out, n, n)
         assert np.array_equal(written(combine, out, tid, nt, *combined), product)
         convolved = (rows, ones, n, ones, ring, 9, out, n, n, 2, 1, 0, 0)

@@ -89,6 +89,14 @@ def test_combine(h: int, k: int) -> None:
         call(combine, step(count), *products, y, y.shape[1], h, nt=nt)
         return inner(y, h)
 
+    def alone(part: slice, nt: int) -> np.ndarray:
+        count = len(d[part])
+        gd, y, w = guarded(d[part].reshape(count * k, h)), guarded(np.zeros((count, h)), 3), weights[part].copy()
+        call(combine, step(count), gd, gd.shape[1], w, k, 0, 0, 0, 0, y, y.shape[1], h, nt=nt)
+        return inner(y, h)
+
     wide = [x.astype(np.float64) for x in (d, weights, shared, gate[:, 0])]
+    without = wide[0], wide[1], 0 * wide[2], wide[3]
+    assert close(assert_independent(alone), combine_numpy(*without), np.abs(wide[0]).sum(axis=1), 1e-6)
     scale = np.einsum("rk,rkh->rh", wide[1], np.abs(wide[0])) + np.abs(wide[2])
     assert close(assert_independent(run), combine_numpy(*wide), scale, 1e-6)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coli.kernels.norm import rms_group, silu_scaled
+from coli.kernels.norm import gather, rms_group, silu_scaled
 from coli.kernels.reference import rms_group_numpy, silu_scaled_numpy
-from tests.kernels.harness import call, close, step
+from tests.kernels.harness import call, close, same_bits, step
 from tests.kernels.independence import assert_independent, guarded, inner
 
 EPS = 1e-6
@@ -49,3 +49,16 @@ def test_silu_scaled(n: int) -> None:
 
     expected = silu_scaled_numpy(x.astype(np.float64), 0.25)
     assert close(assert_independent(run), expected, np.abs(expected), 1e-6)
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 1), (16, 40), (33, 33), (320, 7)])
+def test_gather(n: int, width: int) -> None:
+    rng = np.random.default_rng(n)
+    x, index = rng.standard_normal((6, width)).astype(np.float32), rng.integers(0, width, n).astype(np.int32)
+
+    def run(part: slice, nt: int) -> np.ndarray:
+        source, out = guarded(x[part]), guarded(np.zeros((len(x[part]), n)), 3)
+        call(gather, step(len(out)), source, source.shape[1], index, out, out.shape[1], n, nt=nt)
+        return inner(out, n)
+
+    assert same_bits(assert_independent(run), x[:, index])

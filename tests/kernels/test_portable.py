@@ -15,16 +15,19 @@ import numpy as np
 import pytest
 
 from coli.kernels import simd
-from coli.kernels.linear import linear, quantize
+from coli.kernels.blocked import prepared_blocks_bytes
+from coli.kernels.linear import linear, quantize, quantize_blocks
 from coli.kernels.linear_reference import to_bf16
 from coli.kernels.packing import GRAIN, OFFSETS, PREPARED_KINDS, pack_int4, pack_int8, prepared_bytes
 from coli.kernels.tiles import tile
 from tests.kernels.harness import TILE_SIGNATURE, call, compiled, pointers, step, tile_table
+from tests.kernels.test_blocked_tiles import weight
 from tests.kernels.test_deltanet import Model
 
 # AVX2, FMA and F16C, and nothing of AVX-512: the features must be named (here: none beyond the CPU's own), because
 # Numba adds all of the host's to a CPU name alone.
 PORTABLE = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}
+SHUFFLING = {**PORTABLE, "NUMBA_CPU_FEATURES": "+avx2"}  # named, as COLI_SIMD=0 names the CPU's own: byte shuffles too
 
 
 def outputs() -> dict[str, str]:
@@ -33,13 +36,13 @@ def outputs() -> dict[str, str]:
     rng = np.random.default_rng(9)
     w, x = rng.standard_normal((n, k), dtype=np.float32), rng.standard_normal((count, k), dtype=np.float32)
     fp8 = rng.integers(0, 0x7F, (n, k)).astype(np.uint8)
-    weights = {
+    plain = {
         "f16": w.astype(np.float16), "bf16": to_bf16(w), "fp8": fp8, "int8": pack_int8(w).data,
         "int4": pack_int4(w).data, "int4f": pack_int4(w).data,
     }  # fmt: skip
     scales = rng.random((3, 7), dtype=np.float32)
     hashes = {}
-    for kind, stored in weights.items():
+    for kind, stored in plain.items():
         rows = x
         if kind in PREPARED_KINDS:
             rows = np.zeros((count, prepared_bytes(k)), np.uint8)
@@ -48,7 +51,21 @@ def outputs() -> dict[str, str]:
         tiles = tile_table({3: tile(kind, 3)})
         call(linear, step(count), stored, scales, pointers(rows, 6), pointers(y, 6), n, k, 16, 32, tiles, GRAIN)
         hashes[kind] = hashlib.sha256(y.tobytes()).hexdigest()
-    return hashes | {f"deltanet {shape}": _deltanet(shape) for shape in ((1, 3, 17, 16), (2, 4, 33, 128))}
+    blocked = {kind: _blocked(kind) for kind in ("q8_0", "q5_1", "q5_k", "q6_k", "iq4_nl", "iq4_xsf")}
+    return hashes | blocked | {f"deltanet {shape}": _deltanet(shape) for shape in ((1, 3, 17, 16), (2, 4, 33, 128))}
+
+
+def _blocked(kind: str) -> str:
+    """Three rows by a block-quantised weight."""
+    w = weight(kind, 35, 2)
+    x = np.random.default_rng(8).standard_normal((3, w.shape[1]), dtype=np.float32)
+    rows, y = x, np.zeros((3, 35), np.float32)
+    if not kind.endswith("f"):
+        rows = np.zeros((3, prepared_blocks_bytes(x.shape[1])), np.uint8)
+        call(quantize_blocks, np.array([3]), pointers(x), pointers(rows), x.shape[1])
+    tiles = tile_table({3: tile(kind, 3)})
+    call(linear, step(3), w.packed, 0, pointers(rows, 6), pointers(y, 6), *w.shape, 0, 0, tiles, GRAIN)
+    return hashlib.sha256(y.tobytes()).hexdigest()
 
 
 def _deltanet(shape: tuple[int, int, int, int]) -> str:
@@ -75,11 +92,12 @@ def uses_wide_registers() -> bool:
     platform.machine() not in ("x86_64", "AMD64") or not llvm.get_host_cpu_features().get("avx2", False),
     reason="needs an x86 CPU with AVX2",
 )
-def test_the_portable_build_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("build", [PORTABLE, SHUFFLING], ids=["nothing named", "avx2 named"])
+def test_the_portable_build_gives_the_same_bits(build: dict[str, str]) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_portable"],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, **PORTABLE},
+        env={**os.environ, **build},
         capture_output=True,
         text=True,
         check=False,

@@ -5,7 +5,7 @@ import pytest
 
 from coli.kernels.linear_reference import bf16_numpy, to_bf16
 from coli.kernels.reference import embed_numpy, stream_inject_numpy, stream_mix_numpy
-from coli.kernels.streams import BF16, F16, F32, copy_rows, embed, stream_inject, stream_mix
+from coli.kernels.streams import BF16, F16, F32, copy_rows, embed, residual, stream_inject, stream_mix
 from tests.kernels.harness import call, close, same_bits, step
 from tests.kernels.independence import assert_independent, guarded, inner
 
@@ -78,6 +78,29 @@ def test_the_first_layer_that_is_not_finite_is_named(value: float, where: str, c
     assert bad[0] == 8
     inject(s, y, gates, bad, 9, 1)
     assert bad[0] == 8, "a later layer must not take the first one's place"
+
+
+def add_up(s: np.ndarray, y: np.ndarray, bad: np.ndarray, layer: int, nt: int) -> np.ndarray:
+    gs, gy = guarded(s), guarded(y, 2)
+    call(residual, step(len(s)), gs, gs.shape[1], gy, gy.shape[1], s.shape[1], bad, layer, nt=nt)
+    return inner(gs, s.shape[1])
+
+
+@pytest.mark.parametrize("h", WIDTHS)
+def test_residual(h: int) -> None:
+    s, y, bad = normal(1, 6, h), normal(2, 6, h), np.zeros(1, np.int64)
+    assert same_bits(assert_independent(lambda part, nt: add_up(s[part], y[part], bad, 3, nt)), s + y)
+    assert bad[0] == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("column", [0, 17, 36])
+def test_the_first_residual_that_is_not_finite_is_named(value: float, column: int) -> None:
+    s, y, bad = normal(1, 2, 37), normal(2, 2, 37), np.zeros(1, np.int64)
+    s[1, column] = y[1, column] = value
+    for layer, nt in ((7, 3), (9, 1)):
+        add_up(s, y, bad, layer, nt)
+        assert bad[0] == 8
 
 
 @pytest.mark.parametrize("width", WIDTHS)

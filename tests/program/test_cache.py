@@ -142,4 +142,4 @@ def test_every_kernel_is_found_once():
     names = [name for module in compiler.MODULES for table in ("KERNELS", "ENTRIES")
              for name in getattr(importlib.import_module(f"coli.kernels.{module}"), table, {})]  # fmt: skip
     names += [tile_name(kind, rows) for kind in TILE_KINDS + LISTED_KINDS for rows in tile_rows(kind)]
-    assert len(names) == len(set(names)) == len(compiler.signatures())
+    assert len(names) == len(set(names)) == len(compiler.signatures(compiler.tile_names()))
