@@ -6,7 +6,8 @@ the same environment: immutable sandbox, trimmed blocks, loop controls, and the 
 transparent here). The sandbox keeps a template from the machine; it does not bound the time or memory it spends.
 
 The template is the first of: chat_template.jinja, "chat_template" in tokenizer_config.json (a string, or a list of
-{name, template} whose "default" is taken), chat_template.json. None of them: `load` gives None and prompts go in raw.
+{name, template} whose "default" is taken), chat_template.json. A GGUF file has it in its metadata. None of them:
+`open` gives None and prompts go in raw.
 
 A message's text may spell control tokens and the rendered prompt is encoded with them, as everywhere else.
 
@@ -25,11 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coli.errors import ModelError, UsageError
+from coli.formats import gguf_text
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    from coli.formats.checkpoint import Checkpoint
     from coli.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -47,6 +50,7 @@ EFFORTS: Mapping[str, str] = {
 
 # a control token as all our families spell them: <|im_start|>, <|assistant|>, and DeepSeek's with full-width bars
 _CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>")
+_QWEN_ENDS = (b"<|im_end|>", b"<|endoftext|>")
 
 
 class _Refused(Exception):
@@ -65,12 +69,24 @@ class ChatTemplate:
     efforts: Mapping[str, str]
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The folder's template, None when it has none. Raises ModelError for an unreadable or broken one."""
-        found = _source(Path(folder))
-        if found is None:
+    def open(cls, checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The template of a checkpoint, None when it has none. Raises ModelError for an unreadable or broken one."""
+        if not checkpoint.traits.gguf:
+            return cls.load(checkpoint.folder, tokenizer)
+        metadata, file = checkpoint.metadata, checkpoint.folder
+        source = gguf_text.template_of(metadata, file)
+        if source is None:
             return None
-        file, source = found
+        return cls._compile(file, source, tokenizer, gguf_text.token_strings(metadata, file))
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The same of a folder."""
+        found = _source(Path(folder))
+        return found and cls._compile(*found, tokenizer, _token_strings(Path(folder)))
+
+    @classmethod
+    def _compile(cls, file: Path, source: str, tokenizer: Tokenizer, tokens: Mapping[str, str]) -> ChatTemplate:
         from jinja2 import TemplateSyntaxError, meta
 
         environment = _environment()
@@ -81,7 +97,7 @@ class ChatTemplate:
             line = f" (line {error.lineno})" if isinstance(error, (TemplateSyntaxError, SyntaxError)) else ""
             what = f"the chat template does not compile{line}: {error}"
             raise ModelError(what, file, "use --raw, or replace the file") from error
-        return cls(file, tokenizer, template, frozenset(reads), _token_strings(Path(folder)), EFFORTS)
+        return cls(file, tokenizer, template, frozenset(reads), tokens, EFFORTS)
 
     def render(
         self,
@@ -139,8 +155,19 @@ def reasoning_state(prompt: str, tags: tuple[str, str] = ("<think>", "</think>")
     return "open" if opened > closed else "closed"
 
 
-def stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    """The token ids that end an answer: `eos_token_id` of generation_config.json, else of the config or its text part.
+def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+    """The token ids that end an answer of this checkpoint. Raises ModelError for anything that is not a token id.
+
+    Of a GGUF file: those it names and Qwen's two, for a file names one and the models end with either.
+    """
+    if not checkpoint.traits.gguf:
+        return folder_stop_ids(checkpoint.folder, checkpoint.raw_config)
+    named = gguf_text.stop_ids_of(checkpoint.metadata, checkpoint.folder)
+    return named | {i for i in tokenizer.special_ids if tokenizer.token_bytes(i) in _QWEN_ENDS}
+
+
+def folder_stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """The same of a folder: `eos_token_id` of generation_config.json, else of the config or its text part.
 
     One id or a list; the first place that names any wins, as in Hugging Face's generate. Raises ModelError for anything
     that is not a token id.

@@ -1,70 +1,162 @@
 """Routed experts: read from the checkpoint when a layer asks for them, kept in `cap` slots a layer.
 
-Idea: a layer has one arena of `cap` equal slots in anonymous memory that is touched only as slots fill. An expert in a
-slot is one `ExpertRecord`: gate [I, H] | up [I, H] | down [H, I] as the checkpoint stores them, then for FP8 the three
-scale matrices as float32, each part on a 64-byte boundary. Kernels see two int64 arrays [layers, experts]: `table`, the
-address of an expert's slot or 0, and `stamp`, where they write the step an expert was last used in. `ensure` makes
-experts resident and evicts the ones used longest ago; all its misses are read together on a few threads, parts that
-lie side by side in the file as one `preadv`.
-Invariants: a slot's address enters `table` only after every byte of it was read and checked; an evicted address leaves
-`table` before its slot is overwritten; the experts of one call never evict each other; a resident expert's bytes equal
-those of the file. Guarded by tests/formats/test_experts.py (LRU against a model, bytes, faults).
+Idea: a layer has one arena of `cap` equal slots in anonymous memory that is touched only as slots fill. What a slot
+holds is the layer's `ExpertRecord` (coli/expert_records.py): gate, up and down in the kinds the kernels multiply, each
+part on a 64-byte boundary. Kernels see two int64 arrays [layers, experts]: `table`, the address of an expert's slot or
+0, and `stamp`, where they write the step an expert was last used in. `ensure` makes experts resident and evicts the
+ones used longest ago; all its misses are read together on a few threads, pieces that lie side by side in the file as
+one `preadv`, and a format that kernels do not read as it is stored is converted by the thread that read it.
+Invariants: a slot's address enters `table` only after every byte of it was read, converted and checked; an evicted
+address leaves `table` before its slot is overwritten; the experts of one call never evict each other; a resident
+expert has the file's codes and scales. Guarded by tests/formats/test_experts.py (LRU against a model, bytes, faults).
 """
 
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 
 from coli.errors import ColiError, DoesNotFit, ModelError, UsageError
+from coli.expert_forms import INTEGERS, REQUANTISED, NotFinite
+from coli.expert_records import (
+    ExpertRecord,
+    Fill,
+    LayerExperts,
+    Part,
+    Piece,
+    Sizes,
+    has_experts,
+    layer_experts,
+    trunk_layers,
+)
+from coli.formats import sidecar
 from coli.formats.checkpoint import Checkpoint, read_error
-from coli.formats.fp8 import SCALE, block_size, blocks, has_nan_code, widen
 from coli.formats.readers import ReadPool
-from coli.formats.safetensors import STORAGE, Tensor
+from coli.report import size
 
-if TYPE_CHECKING:
-    from coli.models.qwen38_geometry import Geometry
+__all__ = [
+    "MODES", "ExpertPlan", "ExpertRecord", "ExpertStore", "NoExperts", "Part", "plan_experts", "planned",
+    "trunk_layers",
+]  # fmt: skip
 
-KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": "fp8"}
-_ITEM = {"f32": 4, "f16": 2, "bf16": 2, "fp8": 1}
-_ALIGN = 64
+MODES = ("stored", *REQUANTISED)
+_T = TypeVar("_T")
 _HUGE = 32 << 20  # arenas from this size ask for huge pages, which at most round their RSS up by 2 MiB
 
 
-@dataclass(frozen=True)
-class ExpertRecord:
-    """Byte offsets of the parts inside a slot of `nbytes`; scale offsets and `block` (br, bc) are 0 unless "fp8"."""
-
-    kind: str  # "f32", "f16", "bf16" or "fp8"
-    gate: int
-    up: int
-    down: int
-    gate_scale: int
-    up_scale: int
-    down_scale: int
-    nbytes: int
-    block: tuple[int, int]
-
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a weight row."""
-        return columns * _ITEM[self.kind]
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A piece of an expert: bytes `start`..`start + nbytes` of `tensor` go to byte `at` of the slot."""
+class ExpertPlan:
+    """Where the experts of some layers lie and what they will be, known before anything is allocated.
 
-    tensor: Tensor
-    start: int
-    nbytes: int
-    at: int
-    scale: bool = False
+    `format`: words for the banner; `notes`: what a user must know about it."""
+
+    layers: tuple[LayerExperts, ...]
+    format: str
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot in every layer."""
+        return sum(layer.record.nbytes for layer in self.layers)
+
+
+def plan_experts(
+    checkpoint: Checkpoint, geometry: Sizes, layers: Sequence[str] | None = None, mode: str = "stored",
+    activations: str = "int8",
+) -> ExpertPlan:  # fmt: skip
+    """Plan for the layers with these name prefixes, the trunk's by default. Raises ModelError."""
+    if mode not in MODES:
+        raise ValueError(f"experts may be {', '.join(MODES)}, not {mode}")
+    prefixes = trunk_layers(geometry) if layers is None else tuple(layers)
+    beside, notes = _beside(checkpoint, geometry, prefixes, mode)
+    suffix = "f" if activations == "f32" else ""
+    found = tuple(layer_experts(checkpoint, geometry, prefix, mode, beside, suffix) for prefix in prefixes)
+    return ExpertPlan(found, _format(found), (*notes, *_notes(found, mode)))
+
+
+def planned(
+    checkpoint: Checkpoint, geometry: Sizes, layers: Sequence[str] | None = None, mode: str = "stored"
+) -> int:
+    """Bytes of one slot in every layer: the store's `record_bytes()`, with nothing allocated. Raises ModelError."""
+    return plan_experts(checkpoint, geometry, layers, mode).nbytes
+
+
+def _beside(
+    checkpoint: Checkpoint, geometry: Sizes, prefixes: Sequence[str], mode: str
+) -> tuple[sidecar.Sidecar | None, list[str]]:
+    """(the sidecar to take the experts from, notes): where one has the bits that are asked for, or where the
+    checkpoint has no experts of its own."""
+    own = all(has_experts(checkpoint, prefix) for prefix in prefixes)
+    if own and (mode == "stored" or any(f"{p}mlp.experts.0.merged_weight" in checkpoint for p in prefixes)):
+        return None, []
+    wanted = {"int4": (4,), "int8": (8,)}[mode] if own else (4, 8) if mode == "int4" else (8, 4)
+    folders = [folder for bits in wanted for folder in sidecar.folders(checkpoint.folder, bits)]
+    notes = []
+    for folder in sorted(folders, key=lambda folder: not sidecar.is_complete(folder)):
+        if own and not sidecar.is_complete(folder):
+            notes.append(f"{folder.name} is left alone: it is not complete, `coli convert` goes on where it stopped")
+            continue
+        beside = sidecar.open_sidecar(checkpoint, folder, geometry)
+        if all(beside.holds(prefix) for prefix in prefixes):
+            return beside, notes
+    return None, notes
+
+
+def _format(layers: Sequence[LayerExperts]) -> str:
+    """"Q4_K, down Q6_K in 4 of 8 layers": the most common format, then who differs where."""
+    if not layers:
+        return "none"
+    main = Counter(words for layer in layers for words in layer.words).most_common(1)[0][0]
+    others = Counter((part, words) for layer in layers
+                     for part, words in dict.fromkeys(zip(("gate and up",) * 2 + ("down",), layer.words, strict=True))
+                     if words != main)  # fmt: skip
+    text = main
+    for (part, words), count in sorted(others.items()):
+        text += f", {part} {words}" + (f" in {count} of {len(layers)} layers" if count < len(layers) else "")
+    stored = {located.matrix.words for layer in layers for located in layer.located
+              if main in REQUANTISED.values() and located.matrix.dtype not in INTEGERS}  # fmt: skip
+    if stored:
+        text += f" (from {', '.join(sorted(stored))})"
+    source = next((layer.source for layer in layers if layer.source), "")
+    return f"{text} ({source})" if source else text
+
+
+def _notes(layers: Sequence[LayerExperts], mode: str) -> list[str]:
+    """What decoding and rounding cost; what a wish does not change."""
+    notes = []
+    matrices = [(located.matrix, kind) for layer in layers
+                for located, kind in zip(layer.located, layer.kinds, strict=True)]  # fmt: skip
+    decoded = sorted({m.words for m, kind in matrices if kind == "f32" and m.dtype != "F32"})
+    if decoded:
+        notes.append(f"experts of {', '.join(decoded)} are decoded to float32 as they are read, exactly: "
+                     f"{_growth(layers, 'f32')}")  # fmt: skip
+    rounded = sorted({m.words for m, kind in matrices if kind in REQUANTISED and m.dtype not in INTEGERS})
+    if rounded:
+        notes.append(f"experts of {', '.join(rounded)} are rounded to {REQUANTISED[mode]} as they are read: "
+                     f"{_growth(layers, mode)}")  # fmt: skip
+    kept = sorted({m.words for m, _ in matrices if m.dtype in INTEGERS and not m.words.startswith(mode)})
+    if mode != "stored" and kept:
+        notes.append(f"experts are stored as {', '.join(kept)}, and stay so: --experts {mode} changes nothing")
+    return notes
+
+
+def _growth(layers: Sequence[LayerExperts], kind: str) -> str:
+    """Bytes of the largest expert that has a part of this kind, in memory and in the file."""
+    layer = max((layer for layer in layers if kind in layer.kinds), key=lambda layer: layer.record.nbytes)
+    return f"{size(layer.record.nbytes)} of memory for an expert, {size(layer.stored)} in the file"
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -77,58 +169,28 @@ class _Miss:
     nbytes: int = 0
 
 
-def expert_record(kind: str, geometry: Geometry, block: tuple[int, int] = (0, 0)) -> ExpertRecord:
-    """The slot layout for experts of one kind; the memory plan asks this too."""
-    item = _ITEM[kind]
-    inter, hidden = geometry.moe_inter, geometry.hidden
-    parts = [inter * hidden * item] * 3
-    if kind == "fp8":
-        shapes = blocks((inter, hidden), block), blocks((hidden, inter), block)
-        parts += [4 * rows * columns for rows, columns in (shapes[0], shapes[0], shapes[1])]
-    offsets, end = [], 0
-    for nbytes in parts:
-        offsets.append(end)
-        end += -(-nbytes // _ALIGN) * _ALIGN
-    gate, up, down, gate_scale, up_scale, down_scale = offsets if kind == "fp8" else [*offsets, 0, 0, 0]
-    return ExpertRecord(kind, gate, up, down, gate_scale, up_scale, down_scale, end, block)
-
-
-def trunk_layers(geometry: Geometry) -> tuple[str, ...]:
-    """Name prefixes of the trunk's layers."""
-    return tuple(f"layers.{layer}." for layer in range(geometry.layers))
-
-
-def stored_kind(checkpoint: Checkpoint, geometry: Geometry, layer: str = "layers.0.") -> tuple[str, tuple[int, int]]:
-    """(kind, FP8 block or (0, 0)) of the routed experts of the layer with this name prefix."""
-    prefix = f"{layer}mlp.experts."
-    fused = f"{prefix}gate_up_proj" in checkpoint
-    dtype = checkpoint[f"{prefix}gate_up_proj" if fused else f"{prefix}0.gate_proj.weight"].dtype
-    if dtype not in KINDS:
-        raise ModelError(f"routed experts of dtype {dtype}", checkpoint.folder, f"experts may be {', '.join(KINDS)}")
-    block = block_size(checkpoint.quantization, checkpoint.folder) if dtype == "F8_E4M3" else (0, 0)
-    if fused and block[0] and geometry.moe_inter % block[0]:
-        raise ModelError(f"fused FP8 experts of {geometry.moe_inter} rows in blocks of {block[0]}: gate and up share a "
-                         "scale", checkpoint.folder, "use a checkpoint that stores experts one by one")  # fmt: skip
-    return KINDS[dtype], block
-
-
 class ExpertStore:
-    """The expert cache of one open checkpoint, which must have passed `check`. For one caller at a time.
+    """The expert cache of one open checkpoint, which must have passed its engine's check. For one caller at a time.
 
-    `layers`: name prefixes of the layers it serves, the trunk's by default. `table`, `stamp`: int64 [layers, experts],
-    see the module. `hits`, `misses`: experts; `bytes_read`: file bytes.
+    `layers`: name prefixes of the layers it serves, the trunk's by default; `mode`, one of MODES: requantise; for
+    `activations` "f32" quantised kinds end in f. `records`: what a slot of each layer holds. `table`, `stamp`: int64
+    [layers, experts], see the module. `hits`, `misses`: experts; `bytes_read`: file bytes. `format`, `notes`: words.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, geometry: Geometry, cap: int, threads: int, layers: Sequence[str] | None = None
-    ) -> None:
+        self, checkpoint: Checkpoint, geometry: Sizes, cap: int, threads: int, layers: Sequence[str] | None = None, *,
+        mode: str = "stored", activations: str = "int8",
+    ) -> None:  # fmt: skip
         if not 1 <= cap <= geometry.experts:
             raise UsageError(f"{cap} expert slots a layer, the model has {geometry.experts} experts", "--cap",
                              f"give 1 to {geometry.experts}")  # fmt: skip
         self.geometry, self.cap = geometry, cap
-        self.layers = trunk_layers(geometry) if layers is None else tuple(layers)
-        kind, block = stored_kind(checkpoint, geometry, self.layers[0])
-        self.record = expert_record(kind, geometry, block)
+        plan = plan_experts(checkpoint, geometry, layers, mode, activations)
+        self._places = plan.layers
+        self.layers = tuple(layer.prefix for layer in plan.layers)
+        self.records: list[ExpertRecord] = [layer.record for layer in plan.layers]
+        self.format = plan.format
+        self.notes = list(plan.notes)
         self.table = np.zeros((len(self.layers), geometry.experts), np.int64)
         self.stamp = np.zeros((len(self.layers), geometry.experts), np.int64)
         self.hits = self.misses = self.bytes_read = 0
@@ -136,20 +198,27 @@ class ExpertStore:
         self._pool = ReadPool(threads, "experts")
         self._slots: list[dict[int, int]] = [{} for _ in self.layers]
         self._free = [list(range(cap))[::-1] for _ in self.layers]
-        self._arenas = [_arena(cap * self.record.nbytes) for _ in self.layers]
+        self._arenas = [_arena(cap * record.nbytes) for record in self.records]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, filled or not."""
-        return len(self.layers) * self.cap * self.record.nbytes
+        return self.cap * self.record_bytes()
+
+    def record_bytes(self) -> int:
+        """Bytes of one slot in every layer."""
+        return sum(record.nbytes for record in self.records)
 
     def resident(self, layer: int) -> set[int]:
         return set(self._slots[layer])
 
     def slot(self, layer: int, expert: int) -> np.ndarray:
-        """uint8 [record.nbytes] view of a resident expert's slot. Raises KeyError when it is not resident."""
-        first = self._slots[layer][expert] * self.record.nbytes
-        return self._arenas[layer][first : first + self.record.nbytes]
+        """uint8 [nbytes of the layer's record], a resident expert's slot. Raises KeyError when it is not resident."""
+        return self._memory(layer, self._slots[layer][expert])
+
+    def _memory(self, layer: int, slot: int) -> np.ndarray:
+        nbytes = self.records[layer].nbytes
+        return self._arenas[layer][slot * nbytes : (slot + 1) * nbytes]
 
     def count_hits(self, count: int) -> None:
         self.hits += count
@@ -158,7 +227,7 @@ class ExpertStore:
         """Make the distinct experts `ids` (at most `cap`) of `layer` resident.
 
         Arriving experts get the layer's newest stamp, so that a call before their first use does not evict them.
-        Raises ReadError or ModelError (NaN in an expert); the experts that could be read are resident then.
+        Raises ReadError or ModelError (NaN or infinity in an expert); the experts that could be read are resident then.
         """
         slots = self._slots[layer]
         wanted = [int(expert) for expert in ids]
@@ -176,7 +245,7 @@ class ExpertStore:
             if miss.error is None:
                 slots[miss.expert] = miss.slot
                 self.stamp[layer, miss.expert] = newest
-                self.table[layer, miss.expert] = base + miss.slot * self.record.nbytes
+                self.table[layer, miss.expert] = base + miss.slot * self.records[layer].nbytes
             else:
                 self._free[layer].append(miss.slot)
             self.bytes_read += miss.nbytes
@@ -200,76 +269,60 @@ class ExpertStore:
         done: SimpleQueue[tuple[_Miss, ColiError | None, int]] = SimpleQueue()
         jobs = 0
         for miss in misses:
-            for run in _runs(self._parts(layer, miss.expert)):
+            for fills in _jobs(self._places[layer].fills(miss.expert)):
                 jobs += 1
-                self._pool.submit(self._read, layer, miss, run, done)
+                self._pool.submit(self._read, layer, miss, fills, done)
         for _ in range(jobs):
             miss, error, nbytes = done.get()
             miss.error = miss.error or error
             miss.nbytes += nbytes
 
-    def _read(self, layer: int, miss: _Miss, run: list[_Part], done: SimpleQueue) -> None:
-        """Job: one contiguous range of the file into the slot; tried twice."""
+    def _read(self, layer: int, miss: _Miss, fills: list[Fill], done: SimpleQueue) -> None:
+        """Job: some parts of an expert from the file into its slot; what fails is tried twice."""
         error: ColiError | None = None
         nbytes = 0
+        path = fills[0].pieces[0].tensor.path
         try:
-            nbytes = self._fill(layer, miss, run)
+            nbytes = self._fill(layer, miss, fills)
         except OSError as failed:
-            error = read_error(failed, self._name(layer, miss), run[0].tensor.path)
+            error = read_error(failed, self._name(layer, miss), path)
         except ColiError as failed:
             error = failed
         except Exception as failed:
-            error = ColiError(f"reading {self._name(layer, miss)} failed: {failed!r}", run[0].tensor.path)
+            error = ColiError(f"reading {self._name(layer, miss)} failed: {failed!r}", path)
         finally:
             done.put((miss, error, nbytes))
 
-    def _fill(self, layer: int, miss: _Miss, run: list[_Part]) -> int:
-        base = miss.slot * self.record.nbytes
-        slot = self._arenas[layer][base : base + self.record.nbytes]
-        targets = [np.empty(part.nbytes, np.uint8) if part.scale else slot[part.at : part.at + part.nbytes]
-                   for part in run]  # fmt: skip
-        offset = run[0].tensor.offset + run[0].start
-        buffers = [target.data for target in targets]
-        try:
-            nbytes = self._checkpoint.preadv(run[0].tensor.path, buffers, offset)
-        except OSError:
-            nbytes = self._checkpoint.preadv(run[0].tensor.path, buffers, offset)
-        for part, target in zip(run, targets, strict=True):
-            bad = has_nan_code(target) if self.record.kind == "fp8" and not part.scale else False
-            if part.scale:
-                scale = widen(target.view(STORAGE[part.tensor.dtype]), part.tensor.dtype)
-                bad = not np.isfinite(scale).all()
-                slot[part.at : part.at + 4 * scale.size].view(np.float32)[:] = scale
-            if bad:
-                raise ModelError(f"{self._name(layer, miss)} has NaN or infinity in {part.tensor.name}",
-                                 part.tensor.path, "the file is damaged: download it again")  # fmt: skip
+    def _fill(self, layer: int, miss: _Miss, fills: list[Fill]) -> int:
+        slot = self._memory(layer, miss.slot)
+        targets = [slot[fill.at : fill.at + fill.nbytes] for fill in fills]
+        raws = [[target] if fill.direct else [np.empty(piece.nbytes, np.uint8) for piece in fill.pieces]
+                for fill, target in zip(fills, targets, strict=True)]  # fmt: skip
+        reads = [(piece, buffer) for fill, raw in zip(fills, raws, strict=True)
+                 for piece, buffer in zip(fill.pieces, raw, strict=True)]  # fmt: skip
+        nbytes = sum(self._read_run(run) for run in _runs(reads))
+        for fill, raw, target in zip(fills, raws, targets, strict=True):
+            try:
+                if fill.make is not None:
+                    fill.make(raw, target)
+            except NotFinite as bad:
+                tensor = fill.pieces[bad.piece].tensor
+                raise ModelError(f"{self._name(layer, miss)} has NaN or infinity in {tensor.name}", tensor.path,
+                                 "the file is damaged: download it again") from None  # fmt: skip
         return nbytes
+
+    def _read_run(self, run: list[tuple[Piece, np.ndarray]]) -> int:
+        tensor, offset = run[0][0].tensor, run[0][0].tensor.offset + run[0][0].start
+        buffers = [buffer.data for _, buffer in run]
+        try:
+            return self._checkpoint.preadv(tensor.path, buffers, offset)
+        except OSError:
+            return self._checkpoint.preadv(tensor.path, buffers, offset)
 
     def _name(self, layer: int, miss: _Miss) -> str:
         name = self.layers[layer]
         where = "the draft head" if name.startswith("mtp.") else name.rstrip(".").replace("layers.", "layer ")
         return f"expert {miss.expert} of {where}"
-
-    def _parts(self, layer: int, expert: int) -> list[_Part]:
-        """Where the parts of an expert lie and where they go."""
-        prefix, record, tensors = f"{self.layers[layer]}mlp.experts.", self.record, self._checkpoint.tensors
-        fused = tensors.get(f"{prefix}gate_up_proj")
-        parts = []
-        for suffix, scale in (("", False), (SCALE, True)) if record.kind == "fp8" else (("", False),):
-            at = (record.gate_scale, record.up_scale, record.down_scale) if scale else (
-                record.gate, record.up, record.down)  # fmt: skip
-            if fused is not None:
-                both, down = tensors[f"{prefix}gate_up_proj{suffix}"], tensors[f"{prefix}down_proj{suffix}"]
-                size = both.nbytes // self.geometry.experts
-                parts.append(_Part(both, expert * size, size // 2, at[0], scale))
-                parts.append(_Part(both, expert * size + size // 2, size // 2, at[1], scale))
-                size = down.nbytes // self.geometry.experts
-                parts.append(_Part(down, expert * size, size, at[2], scale))
-            else:
-                for name, to in zip(("gate", "up", "down"), at, strict=True):
-                    tensor = tensors[f"{prefix}{expert}.{name}_proj.weight{suffix}"]
-                    parts.append(_Part(tensor, 0, tensor.nbytes, to, scale))
-        return parts
 
     def close(self) -> None:
         """End the reading threads and empty the cache; the arenas go once no view of them is left."""
@@ -277,6 +330,19 @@ class ExpertStore:
         self.table[:] = 0
         self._slots = [{} for _ in self._slots]
         self._arenas = []
+
+
+class NoExperts(ExpertStore):
+    """The store of a model without experts: nothing in it, nothing to read."""
+
+    def __init__(self) -> None:
+        self.cap = self.hits = self.misses = self.bytes_read = 0
+        self.layers, self.records, self.format, self.notes = (), [], "none", []
+        self.table = self.stamp = np.zeros((0, 0), np.int64)
+        self._slots, self._arenas = [], []
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _arena(nbytes: int) -> np.ndarray:
@@ -292,14 +358,23 @@ def _arena(nbytes: int) -> np.ndarray:
     return np.frombuffer(memory, np.uint8)
 
 
-def _runs(parts: list[_Part]) -> list[list[_Part]]:
-    """Parts grouped into contiguous ranges of one file, in file order."""
-    runs: list[list[_Part]] = []
-    for part in sorted(parts, key=lambda p: (str(p.tensor.path), p.tensor.offset + p.start)):
-        last = runs[-1][-1] if runs else None
-        if (last is not None and last.tensor.path == part.tensor.path
-                and last.tensor.offset + last.start + last.nbytes == part.tensor.offset + part.start):  # fmt: skip
-            runs[-1].append(part)
+def _jobs(fills: list[Fill]) -> list[list[Fill]]:
+    """Fills by job: what lies side by side is read at once. Where a fill needs pieces from several places, an expert is
+    one job."""
+    if any(len(fill.pieces) > 1 for fill in fills):
+        return [fills]
+    return [[fill for _, fill in run] for run in _runs([(fill.pieces[0], fill) for fill in fills])]
+
+
+def _runs(items: list[tuple[Piece, _T]]) -> list[list[tuple[Piece, _T]]]:
+    """Pieces grouped into contiguous ranges of one file, in file order."""
+    runs: list[list[tuple[Piece, _T]]] = []
+    end: tuple[str, int] | None = None
+    for item in sorted(items, key=lambda item: item[0].place):
+        piece, (path, offset) = item[0], item[0].place
+        if (path, offset) == end:
+            runs[-1].append(item)
         else:
-            runs.append([part])
+            runs.append([item])
+        end = path, offset + piece.nbytes
     return runs

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coli.errors import ModelError
+from coli.formats import ggml
 from coli.formats.checkpoint import Checkpoint, read_error
 from coli.formats.fp8 import E4M3, widen
 from coli.formats.readers import ReadPool
@@ -183,8 +184,8 @@ class NgramTable:
         self.layer, self.dim = layer, geometry.row_dim
         self._checkpoint, self._tensors = checkpoint, tensors
         self._dtype = tensors[0].dtype
-        self._storage = STORAGE[self._dtype]
-        self._row_bytes = self.dim * self._storage.itemsize
+        self._storage = np.dtype("u1") if self._dtype in ggml.QUANTISED else STORAGE[self._dtype]
+        self._row_bytes = ggml.row_bytes(self._dtype, self.dim) if self._dtype in ggml.SIZES else self.dim
         self._shard_rows = tensors[0].shape[0]
         self._fds = [checkpoint.fd(tensor) for tensor in tensors]
         self._starts = np.array([tensor.offset for tensor in tensors], np.int64)
@@ -203,6 +204,9 @@ class NgramTable:
         return np.concatenate([self._decode(self._checkpoint.load(tensor)) for tensor in self._tensors])
 
     def _decode(self, stored: np.ndarray) -> np.ndarray:
+        """float32 [rows, dim] of rows as they are stored."""
+        if self._dtype in ggml.QUANTISED:
+            return ggml.dequantize(self._dtype, stored)
         return widen(stored, self._dtype) if self._values is None else self._values.take(stored.view(np.uint8))
 
     def _fp8_values(self) -> np.ndarray:

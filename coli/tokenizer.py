@@ -1,6 +1,7 @@
 """Text to token ids and back: a thin coat over the `tokenizers` package.
 
-Idea: the package owns the way in (normaliser, splits, merges, all read from `tokenizer.json`); the way out is ours,
+Idea: the package owns the way in (normaliser, splits, merges, read from `tokenizer.json`, or put together from a GGUF
+file's metadata by coli/formats/gguf_text.py); the way out is ours,
 because an answer is streamed token by token and a token is a run of *bytes*, often half a character. All families we
 run use byte-level BPE, whose vocabulary spells each byte as one printable character (the GPT-2 alphabet);
 `token_bytes` spells it back. A file whose decoder is of another kind is refused at load, instead of printing odd
@@ -30,9 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coli.errors import ModelError, UsageError
+from coli.formats import gguf_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
+
+    from coli.formats.checkpoint import Checkpoint
 
 FILE = "tokenizer.json"
 _HINT = "download the model folder again; coli needs its tokenizer.json"
@@ -72,6 +76,13 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
+    def open(cls, checkpoint: Checkpoint) -> Tokenizer:
+        """The tokenizer of a checkpoint: its tokenizer.json, or the metadata of its GGUF file. Raises ModelError."""
+        if not checkpoint.traits.gguf:
+            return cls.load(checkpoint.folder)
+        return cls(gguf_text.library_of(checkpoint.metadata, checkpoint.folder), checkpoint.folder)
+
+    @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Reads `folder/tokenizer.json`. Raises ModelError when it is missing, damaged or not byte-level."""
         file = Path(folder) / FILE
@@ -92,6 +103,10 @@ class Tokenizer:
             found = ", ".join(sorted(kinds)) or "none"
             raise ModelError(f"its decoder is {found}, coli reads byte-level BPE only", file, "use another model")
         return cls(library, file)
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json that gives the same tokenizer."""
+        return self._library.to_str(pretty=True)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -116,8 +131,9 @@ class Tokenizer:
         """The same tokenizer without its added tokens: the package's own switch only covers those marked special."""
         from tokenizers import Tokenizer as Library
 
-        parts = json.loads(self._library.to_str())
-        return Library.from_str(json.dumps(parts | {"added_tokens": []}))
+        whole, plain = self._library, Library(self._library.model)
+        plain.normalizer, plain.pre_tokenizer, plain.decoder = whole.normalizer, whole.pre_tokenizer, whole.decoder
+        return plain
 
     def token_id(self, token: str) -> int | None:
         """The id of one token by its spelling in the file (`"<|im_end|>"`), None when there is none."""

@@ -1,10 +1,12 @@
-"""A Hugging Face folder: config.json and one or many safetensors files, as tensors by canonical name.
+"""A checkpoint, Hugging Face folder or GGUF file, as tensors by canonical name. This file reads the folder: config.json
+and one or many safetensors files; coli/formats/gguf.py fills the same class from GGUF.
 
 Idea: opening reads headers only (130 files with 150,000 tensors in about a second) and settles every question of
 spelling; after it a tensor has one name, one place and one descriptor. Nothing is loaded: `view` maps a tensor,
 `read_into` copies bytes of it, and both may be called for a 185 GB folder.
 Names: `model.language_model.X` and `model.X` become `X`; `lm_head.weight` and `mtp.*` stay; `model.visual.*` and
 `visual.*` are left out. Two spellings of one name are an error, as is a tensor in two files.
+A quantised tensor is its bytes, uint8 [..., row bytes]; what else a GGUF changes in the weights its `traits` say.
 Invariant: every failure at open is one ModelError, every failed read afterwards one ReadError with the errno.
 Guarded by tests/formats/test_checkpoint.py.
 """
@@ -14,14 +16,16 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coli.errors import ModelError, ReadError
-from coli.formats.safetensors import STORAGE, Tensor, header_of, open_file
+from coli.formats import container
+from coli.formats.safetensors import Tensor, header_of, open_file
 from coli.formats.strict import AGAIN, counted, listing, read_object, show
 
 INDEX = "model.safetensors.index.json"
@@ -42,11 +46,24 @@ def canonical(name: str) -> str | None:
     return name
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a converter has done to the weights, beyond their dtype; nothing for a Hugging Face folder."""
+
+    gguf: bool = False
+    norms_folded: bool = False  # every norm multiplies by w as stored, none by 1 + w
+    decay_ready: bool = False  # A_log holds -exp(A_log)
+    tiled: bool = False  # DeltaNet's value head h belongs to key head h mod key heads, not h // (values per key)
+
+
 class Checkpoint:
-    """An open checkpoint folder.
+    """An open checkpoint folder or GGUF file; `folder` is its path either way.
 
     `tensors` maps canonical names to places, `ignored` holds what was left out by name; `config` is the text
     config flattened over the top level, `raw_config` the file as it is, `quantization` its quantization_config or {}.
+    Of a GGUF file, `config` is made from `metadata` (its keys and values), and `constants` are the arrays among those
+    that a folder has as tensors, by canonical name. `meta` is a container's qwen36_meta.json, {} without one; `beside`
+    holds what was opened beside the checkpoint (coli/formats/sidecar.py), by folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,13 +73,23 @@ class Checkpoint:
         self.quantization: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self.ignored: list[Tensor] = []
+        self.traits = Traits()
+        self.metadata: Mapping[str, Any] = {}
+        self.constants: dict[str, np.ndarray] = {}
+        self.meta: dict[str, Any] = {}
+        self.beside: dict[Path, Any] = {}
         self._fds: dict[Path, int] = {}
         self._maps: dict[Path, mmap.mmap] = {}
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
-        """Open `folder`, reading every header and no weight. Raises ModelError."""
-        checkpoint = cls(Path(folder))
+    def open(cls, path: Path) -> Checkpoint:
+        """Open a folder or a `.gguf` file, reading every header and no weight. Raises ModelError."""
+        path = Path(path)
+        if path.suffix.lower() == ".gguf" and not path.is_dir():
+            from coli.formats.gguf import open_gguf  # it needs this module
+
+            return open_gguf(path)
+        checkpoint = cls(path)
         try:
             checkpoint._read_config()
             checkpoint._read_headers()
@@ -90,6 +117,11 @@ class Checkpoint:
             raise ModelError(f"tensor {show(name)} is missing", self.folder, AGAIN) from None
 
     @property
+    def config_path(self) -> Path:
+        """Where the configuration was read."""
+        return self.folder if self.traits.gguf else self.folder / "config.json"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of every tensor but the ignored ones."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -100,9 +132,13 @@ class Checkpoint:
         if not self.folder.is_dir():
             what = "not a folder" if self.folder.exists() else "no such folder"
             raise ModelError(what, self.folder, "give the folder that holds config.json and the .safetensors files")
+        if not (self.folder / "config.json").exists():
+            _refuse_gguf(self.folder)
         hint = "give the folder of a Hugging Face checkpoint: config.json beside the .safetensors files"
         self.raw_config = read_object(self.folder / "config.json", "config.json", hint=hint)
         self.config, self.quantization = flatten(self.raw_config, self.folder / "config.json")
+        self.meta = container.read_meta(self.folder)
+        self.config = container.merged_config(self.config, self.meta, self.folder / container.MARK)
 
     def _read_headers(self) -> None:
         index = self.folder / INDEX
@@ -111,8 +147,7 @@ class Checkpoint:
         homes: dict[str, Tensor] = {}
         for file in files:
             path = self.folder / file
-            fd = self._fds[path] = open_file(path)
-            for name, tensor in header_of(fd, path).items():
+            for name, tensor in header_of(self.add_file(path), path).items():
                 if name in homes:
                     raise ModelError(f"tensor {show(name)} is in two files, {homes[name].path.name} and {file}",
                                      self.folder, "keep one model's files in a folder, no older copy")  # fmt: skip
@@ -123,7 +158,7 @@ class Checkpoint:
 
     def _name(self, homes: dict[str, Tensor]) -> None:
         for name, tensor in homes.items():
-            known = canonical(name)
+            known = None if self.meta and tensor.path.name == container.VISION else canonical(name)
             if known is None:
                 self.ignored.append(tensor)
             elif known in self.tensors:
@@ -135,19 +170,22 @@ class Checkpoint:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def view(self, tensor: Tensor | str) -> np.ndarray:
-        """Read-only array over the mapped file, shape kept: BF16 as uint16, F8 as uint8, the rest as they are.
+        """Read-only array over the mapped file, shape kept: BF16 as uint16, F8 as uint8, a quantised tensor as uint8
+        [..., row bytes], the rest as they are.
 
-        A tensor that the file does not align to its item size is copied instead, so the result is always aligned.
+        A tensor that the file does not align to its item size, or whose rows lie apart, is copied instead: the result
+        is always aligned and contiguous.
         """
         tensor = self[tensor] if isinstance(tensor, str) else tensor
-        storage = STORAGE[tensor.dtype]
+        storage, shape = tensor.stored()
         if not tensor.nbytes:
-            return np.empty(tensor.shape, storage)
-        if tensor.path not in self._maps:
-            self._maps[tensor.path] = mmap.mmap(self.fd(tensor), 0, access=mmap.ACCESS_READ)
-        count = tensor.nbytes // storage.itemsize
-        array = np.frombuffer(self._maps[tensor.path], storage, count, tensor.offset).reshape(tensor.shape)
-        if not array.flags.aligned:
+            return np.empty(shape, storage)
+        data = self.mapped(tensor.path)
+        if tensor.pitch:
+            array = np.ndarray(shape, storage, data, tensor.offset, (tensor.pitch, storage.itemsize))
+        else:
+            array = np.frombuffer(data, storage, tensor.nbytes // storage.itemsize, tensor.offset).reshape(shape)
+        if tensor.pitch or not array.flags.aligned:
             array = array.copy()
             array.flags.writeable = False
         return array
@@ -155,7 +193,8 @@ class Checkpoint:
     def load(self, tensor: Tensor | str) -> np.ndarray:
         """Like `view`, in memory of its own. Raises ReadError."""
         tensor = self[tensor] if isinstance(tensor, str) else tensor
-        array = np.empty(tensor.shape, STORAGE[tensor.dtype])
+        storage, shape = tensor.stored()
+        array = np.empty(shape, storage)
         if tensor.nbytes:
             self.read_into(tensor, array.reshape(-1).view(np.uint8).data)
         return array
@@ -166,7 +205,9 @@ class Checkpoint:
         if start < 0 or nbytes < 0 or start + nbytes > tensor.nbytes:
             raise ValueError(f"bytes {start}..{start + nbytes} are outside {tensor.name} ({tensor.nbytes} bytes)")
         try:
-            self.preadv(tensor.path, [buffer[:nbytes]], tensor.offset + start)
+            for offset, length in _pieces(tensor, start, nbytes):
+                self.preadv(tensor.path, [buffer[:length]], offset)
+                buffer = buffer[length:]
         except OSError as error:
             raise read_error(error, f"tensor {show(tensor.name)}", tensor.path) from error
 
@@ -187,6 +228,20 @@ class Checkpoint:
                 pending[0] = pending[0][got:]
         return total
 
+    def add_file(self, path: Path) -> int:
+        """Open `path`, to be closed with the checkpoint; its descriptor. Raises ModelError."""
+        fd = self._fds[path] = open_file(path)
+        return fd
+
+    def mapped(self, path: Path) -> mmap.mmap:
+        """The read-only mapping of an open file. Raises ReadError."""
+        if path not in self._maps:
+            try:
+                self._maps[path] = mmap.mmap(self._descriptor(path), 0, access=mmap.ACCESS_READ)
+            except OSError as error:
+                raise read_error(error, "the file", path) from error
+        return self._maps[path]
+
     def fd(self, tensor: Tensor) -> int:
         """The open descriptor of the tensor's file."""
         return self._descriptor(tensor.path)
@@ -202,6 +257,28 @@ class Checkpoint:
         self._maps.clear()
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+
+def _pieces(tensor: Tensor, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """(offset in the file, length) of a range of a tensor's bytes: one, or one for every row of columns."""
+    if not tensor.pitch or not nbytes:
+        yield tensor.offset + start, nbytes
+        return
+    row = tensor.nbytes // tensor.shape[0]
+    while nbytes:
+        index, at = divmod(start, row)
+        length = min(row - at, nbytes)
+        yield tensor.offset + index * tensor.pitch + at, length
+        start, nbytes = start + length, nbytes - length
+
+
+def _refuse_gguf(folder: Path) -> None:
+    """The error for a folder that holds GGUF files where safetensors were looked for: it says which file to give."""
+    later = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf|mmproj.*", re.IGNORECASE)
+    names = [path.name for path in folder.glob("*") if path.suffix.lower() == ".gguf"]
+    names = [name for name in names if not later.fullmatch(name)]
+    if names:
+        raise ModelError("a folder of GGUF files", folder, f"give the file itself: {listing(names)}")
 
 
 def read_error(error: OSError, what: str, path: object) -> ReadError:
@@ -254,7 +331,8 @@ def _safetensors_files(folder: Path) -> list[str]:
     """Every .safetensors file of a folder without an index; a gap in numbered names is an error."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
-        others = [kind for kind in ("*.gguf", "*.bin", "*.pt", "*.pth") if any(folder.glob(kind))]
+        _refuse_gguf(folder)
+        others = [kind for kind in ("*.bin", "*.pt", "*.pth") if any(folder.glob(kind))]
         what = f"no .safetensors file, only {others[0]}" if others else "no .safetensors file"
         raise ModelError(what, folder, "download the checkpoint's .safetensors files into this folder")
     groups: dict[tuple[str, str], set[int]] = {}

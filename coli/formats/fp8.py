@@ -22,6 +22,7 @@ from coli.formats.strict import counted, listing, show
 SCALE = "_scale_inv"
 SCALE_DTYPES = ("BF16", "F32", "F16")
 BLOCK_LIMIT = 1 << 20
+_PACKED = ".merged_weight.qs"  # scales of integers (coli/formats/container.py), not of FP8
 _SPELLINGS = ("_scale_inv", "_scale", ".scale_weight", ".scale", ".scales", ".scale_inv", "_scale_2", ".qs", "_scales")
 
 
@@ -94,8 +95,9 @@ def pair_scales(
     `exempt` names tensors somebody else accounts for: the n-gram table with its one scalar scale. Raises ModelError for
     a missing scale, a scale that belongs to nothing, another spelling, a wrong shape or dtype.
     """
-    coded = {name for name, t in tensors.items() if t.dtype == "F8_E4M3" and name not in exempt}
-    scales = {name for name in tensors if name.endswith(_SPELLINGS) and name not in exempt and name not in coded}
+    scales = {name for name in tensors if name.endswith(_SPELLINGS) and name not in exempt
+              and not name.endswith(_PACKED)}  # fmt: skip
+    coded = {name for name, t in tensors.items() if t.dtype == "F8_E4M3" and name not in exempt} - scales
     wanted = {name + SCALE for name in coded}
     missing, unused = wanted - scales, scales - wanted
     if missing:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from coli.errors import ModelError
+from coli.formats.ggml import row_bytes
 from coli.formats.strict import AGAIN, parse_object, show
 
 HEADER_LIMIT = 256 << 20  # the reference reader stops at 100 MB; a header names some 100,000 tensors in 20 MB
@@ -39,7 +40,11 @@ STORAGE: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where one tensor lies: `nbytes` bytes at the absolute `offset` of `path`, row major."""
+    """Where one tensor lies: `nbytes` bytes at the absolute `offset` of `path`, row major.
+
+    `dtype` is a safetensors name or, in a GGUF file, a type of coli/formats/ggml.py. `pitch` is 0 but for a matrix that
+    is some columns of a wider one: then its rows start `pitch` bytes apart, and `nbytes` counts only its own.
+    """
 
     name: str
     dtype: str
@@ -47,6 +52,14 @@ class Tensor:
     path: Path
     offset: int
     nbytes: int
+    pitch: int = 0
+
+    def stored(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        """dtype and shape of the array that holds it as it is in the file: a quantised row is its bytes."""
+        storage = STORAGE.get(self.dtype)
+        if storage is not None:
+            return storage, self.shape
+        return np.dtype(np.uint8), (*self.shape[:-1], row_bytes(self.dtype, self.shape[-1]))
 
 
 def open_file(path: Path) -> int:
@@ -92,7 +105,7 @@ def header_of(fd: int, path: Path) -> dict[str, Tensor]:
     entries.pop("__metadata__", None)
     base = 8 + length
     found = {name: _tensor(name, entry, path, base, size) for name, entry in entries.items()}
-    _check_spans(list(found.values()), path, base, size)
+    check_spans(list(found.values()), path, base, size)
     return found
 
 
@@ -139,13 +152,13 @@ def _bad(name: str, path: Path, what: str, hint: str = AGAIN) -> ModelError:
     return ModelError(f"tensor {show(name)}: {what}", path, hint)
 
 
-def _check_spans(tensors: list[Tensor], path: Path, base: int, size: int) -> None:
-    """No two tensors share a byte, and nothing follows the last one (`cat a b > c` would)."""
+def check_spans(tensors: list[Tensor], path: Path, base: int, size: int, alignment: int = 1) -> None:
+    """No two tensors share a byte, and nothing follows the last one (`cat a b > c` would) but padding."""
     end, owner = base, ""
     for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: t.offset):
         if tensor.offset < end:
             raise _bad(tensor.name, path, f"its bytes overlap those of {show(owner)}")
         end, owner = tensor.offset + tensor.nbytes, tensor.name
-    if end != size:
+    if size - end not in range(-end % alignment + 1):
         raise ModelError(f"{size - end} bytes follow the last tensor: the file is damaged, or two files were joined",
                          path, "keep the split files as they were downloaded, side by side in one folder")  # fmt: skip

@@ -1,8 +1,8 @@
-"""From what a user calls a model to the folder it lies in.
+"""From what a user calls a model to the folder or the GGUF file it lies in.
 
-A reference is, in this order: a folder; a `.gguf` file (refused by name in this version); a Hugging Face id
-`org/name` or `org/name@revision`, looked up in the local hub cache only (nothing is ever downloaded). No reference is
-the nano model that ships inside the package.
+A reference is, in this order: a folder; a `.gguf` file (of a split model the first part); a Hugging Face id `org/name`
+or `org/name@revision`, looked up in the local hub cache only (nothing is ever downloaded). No reference is the nano
+model that ships inside the package.
 Hub cache layout (huggingface_hub): `models--org--name/refs/<revision>` holds a commit, whose files lie in
 `snapshots/<commit>`. Its place: HF_HUB_CACHE, else HF_HOME/hub, else XDG_CACHE_HOME/huggingface/hub, else
 ~/.cache/huggingface/hub.
@@ -20,11 +20,13 @@ from coli.errors import ModelError
 
 NANO = Path(__file__).resolve().parent.parent / "assets" / "nano"
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
-_FORMS = "give a checkpoint folder, or the id org/name of a model in the local Hugging Face cache"
+_FORMS = "give a checkpoint folder, a .gguf file, or the id org/name of a model in the local Hugging Face cache"
 
 
 def find(reference: str | None, environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of a model reference; None is the shipped nano model. Raises ModelError that says what was tried."""
+    """The folder or `.gguf` file of a model reference; None is the shipped nano model.
+
+    Raises ModelError that says what was tried."""
     if reference is None:
         if not NANO.is_dir():
             raise ModelError("the shipped model is missing", NANO, "install coli again, or give --model")
@@ -37,11 +39,12 @@ def find(reference: str | None, environ: Mapping[str, str] | None = None) -> Pat
     except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, an unknown ~user
         raise ModelError("not a usable path", ascii(reference[:200]), _FORMS) from None
     if path.suffix.lower() == ".gguf":
-        raise ModelError("GGUF files are not supported in this version" if is_file else "no such file", reference,
-                         "give the folder of the model's Hugging Face checkpoint (config.json and .safetensors files, "
-                         "in f32, bf16, f16 or block FP8)")  # fmt: skip
+        if not is_file:
+            raise ModelError("no such file", reference, _FORMS)
+        return path
     if is_file:
-        raise ModelError("a file, where a folder is needed", reference, "give the folder that holds config.json")
+        raise ModelError("a file, where a folder or a .gguf file is needed", reference,
+                         "give the folder that holds config.json")  # fmt: skip
     match = _ID.fullmatch(reference)
     if match is None:
         raise ModelError("no such folder", reference, _FORMS)

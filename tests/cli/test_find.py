@@ -52,10 +52,9 @@ def test_a_model_that_is_nowhere_says_what_was_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "x.GGUF"])
-def test_gguf_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_gguf_file_is_a_model(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(ModelError, match="not supported in this version.*safetensors"):
-        find(str(tmp_path / name))
+    assert find(str(tmp_path / name)) == tmp_path / name
     with pytest.raises(ModelError, match="no such file"):
         find(str(tmp_path / "other.gguf"))
 
@@ -76,5 +75,5 @@ def test_a_ref_file_cannot_lead_out_of_the_snapshots(tmp_path: Path) -> None:
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ModelError, match="where a folder is needed"):
+    with pytest.raises(ModelError, match="where a folder or a .gguf file is needed"):
         find(str(tmp_path / "model.safetensors"))

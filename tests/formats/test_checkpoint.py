@@ -102,8 +102,10 @@ def test_folders_that_hold_no_checkpoint(tmp_path):
     refused(tmp_path / "file", "not a folder")
     (tmp_path / "config.json").write_text("{}")
     refused(tmp_path, "no .safetensors file")
+    (tmp_path / "model.bin").touch()
+    refused(tmp_path, "only *.bin")
     (tmp_path / "model.gguf").touch()
-    refused(tmp_path, "only *.gguf")
+    refused(tmp_path, "a folder of GGUF files", "model.gguf")
 
 
 # ---- split files -------------------------------------------------------------------------------------------------

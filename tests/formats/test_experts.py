@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coli.errors import ModelError, ReadError, UsageError
-from coli.experts import ExpertStore
+from coli.experts import ExpertStore, planned
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import widen
 from coli.models.qwen38_layout import check, geometry
@@ -50,26 +50,29 @@ def part(store: ExpertStore, layer: int, expert: int, name: str, suffix: str = "
 
 
 def expected_slot(store: ExpertStore, layer: int, expert: int) -> bytes:
-    record, out = store.record, np.zeros(store.record.nbytes, np.uint8)
+    record = store.records[layer]
+    out = np.zeros(record.nbytes, np.uint8)
     for name in ("gate", "up", "down"):
         raw = np.frombuffer(part(store, layer, expert, name).tobytes(), np.uint8)
-        at = getattr(record, name)
-        out[at : at + raw.size] = raw
-        if record.kind == "fp8":
+        place = getattr(record, name)
+        out[place.at : place.at + raw.size] = raw
+        if place.kind == "fp8":
             scale = part(store, layer, expert, name, "_scale_inv")
             dtype = {"uint16": "BF16", "float16": "F16", "float32": "F32"}[scale.dtype.name]
             raw = np.frombuffer(widen(scale, dtype).tobytes(), np.uint8)
-            at = getattr(record, f"{name}_scale")
-            out[at : at + raw.size] = raw
+            out[place.scale_at : place.scale_at + raw.size] = raw
     return out.tobytes()
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_slots_hold_the_bytes_of_the_file(tmp_path, form):
     store = opened(write_tiny(tmp_path, **form), cap=4)
-    record, g, total = store.record, store.geometry, 0
-    offsets = [record.gate, record.up, record.down, record.gate_scale, record.up_scale, record.down_scale]
-    assert all(offset % 64 == 0 for offset in offsets) and record.nbytes % 64 == 0
+    record, g, total = store.records[0], store.geometry, 0
+    parts = record.gate, record.up, record.down
+    assert all(p.at % 64 == 0 and p.scale_at % 64 == 0 for p in parts) and record.nbytes % 64 == 0
+    assert store.records == [record] * g.layers
+    assert [p.row_bytes * p.n for p in parts] == [p.nbytes for p in parts]
+    assert store.record_bytes() == planned(store._checkpoint, g) == g.layers * record.nbytes
     for layer in (0, g.layers - 1):
         ids = [g.experts - 1, 0, 3]
         store.ensure(layer, ids)
@@ -78,7 +81,7 @@ def test_slots_hold_the_bytes_of_the_file(tmp_path, form):
             assert address % 64 == 0 and address == store.slot(layer, expert).ctypes.data
             assert store.slot(layer, expert).tobytes() == expected_slot(store, layer, expert)
             total += sum(part(store, layer, expert, n, s).nbytes for n in ("gate", "up", "down")
-                         for s in (["", "_scale_inv"] if record.kind == "fp8" else [""]))  # fmt: skip
+                         for s in (["", "_scale_inv"] if record.gate.kind == "fp8" else [""]))  # fmt: skip
         assert np.flatnonzero(store.table[layer]).tolist() == sorted(ids)
     assert (store.hits, store.misses, store.bytes_read) == (0, 6, total)
     store.count_hits(5)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coli.chat import ChatTemplate, reasoning_state, stop_ids
+from coli.chat import ChatTemplate, folder_stop_ids, reasoning_state
 from coli.errors import ModelError, UsageError
 from coli.tokenizer import Tokenizer
 
@@ -197,16 +197,16 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     assert chat.render([]) == "none" and chat.render([], tools=[{"name": "clock"}]) == "clock"
 
 
-def test_stop_ids(tmp_path: Path) -> None:
-    assert stop_ids(NANO, json.loads((NANO / "config.json").read_text())) == {8187, 8189}
-    assert stop_ids(tmp_path, {}) == frozenset()
-    assert stop_ids(tmp_path, {"eos_token_id": 7}) == {7}
-    assert stop_ids(tmp_path, {"text_config": {"eos_token_id": [7, 8]}}) == {7, 8}
+def test_folder_stop_ids(tmp_path: Path) -> None:
+    assert folder_stop_ids(NANO, json.loads((NANO / "config.json").read_text())) == {8187, 8189}
+    assert folder_stop_ids(tmp_path, {}) == frozenset()
+    assert folder_stop_ids(tmp_path, {"eos_token_id": 7}) == {7}
+    assert folder_stop_ids(tmp_path, {"text_config": {"eos_token_id": [7, 8]}}) == {7, 8}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    assert stop_ids(tmp_path, {"eos_token_id": 7}) == {7}
+    assert folder_stop_ids(tmp_path, {"eos_token_id": 7}) == {7}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
-    assert stop_ids(tmp_path, {"eos_token_id": 7}) == {1, 2}
+    assert folder_stop_ids(tmp_path, {"eos_token_id": 7}) == {1, 2}
     for wrong in ("-1", '"x"', "true", "[1, 2.0]"):
         (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {wrong}}}')
         with pytest.raises(ModelError, match="generation_config.json: eos_token_id"):
-            stop_ids(tmp_path, {})
+            folder_stop_ids(tmp_path, {})
