@@ -12,40 +12,40 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from coli import memory
 from coli.chat import ChatTemplate, stop_ids
 from coli.errors import DoesNotFit, ModelError, UsageError
-from coli.experts import ExpertStore, expert_record, stored_kind
+from coli.expert_forms import KINDS
+from coli.experts import ExpertStore, NoExperts, plan_experts
+from coli.formats import ggml
 from coli.formats.checkpoint import Checkpoint
-from coli.models import find, qwen38_layout, qwen38_program
+from coli.models import find
 from coli.models.base import Weights, never
-from coli.models.qwen38 import Qwen38
-from coli.models.qwen38_geometry import Geometry
-from coli.models.qwen38_mtp import HeadPlan, Qwen38Head, plan_head
+from coli.models.families import Family, family_of
+from coli.models.head import DraftHead, HeadPlan
+from coli.models.layout import HEAD, dense_bytes
 from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads, usable_cpus
 from coli.report import size
 from coli.settings import Settings, no_effect
 from coli.speculation import lookup
 from coli.speculation.options import Speculation, idle
-from coli.speculation.vocabulary import Vocabulary, usage_path
+from coli.speculation.vocabulary import FixedVocabulary, Vocabulary, open_vocabulary
 from coli.tokenizer import Tokenizer
 
 Progress: TypeAlias = Callable[[str], None]
+_WORDS = {"int8": "int8 rows", "fp8": "FP8"}
 
 
 class Engine:
     """A loaded model with its tokenizer, thread team and expert cache. Use `Engine.open`; close it when done."""
 
-    name = "qwen38"
-
-    def __init__(
-        self, settings: Settings, checkpoint: Checkpoint, geometry: Geometry, on_progress: Progress | None, start: float
-    ) -> None:
+    def __init__(self, settings: Settings, checkpoint: Checkpoint, family: Family, geometry: Any,
+                 on_progress: Progress | None, start: float) -> None:  # fmt: skip
         self.settings, self.checkpoint, self.geometry = settings, checkpoint, geometry
+        self.family, self.name = family, family.name
         self.model_path = checkpoint.folder
         self.notes: list[str] = no_effect(settings, self.name)
         self.ctx = _context(settings, geometry)
@@ -55,7 +55,7 @@ class Engine:
                 f"{self.threads} threads on {usable_cpus()} CPUs wait for each other: --threads {default_threads()} is "
                 "faster"
             )
-        self.vocabulary: Vocabulary | None = None
+        self.vocabulary: Vocabulary | FixedVocabulary | None = None
         self.terms: memory.Terms
         self._closing = ExitStack()  # what is open so far, should a later step fail
         with self._closing as opened, ThreadPoolExecutor(1) as pool:
@@ -76,62 +76,80 @@ class Engine:
         path = find.find(settings.model)
         with ExitStack() as opened:
             checkpoint = opened.enter_context(Checkpoint.open(path))
-            if checkpoint.config.get("model_type") not in qwen38_layout.MODEL_TYPES:
-                raise ModelError(f"model type {checkpoint.config.get('model_type')!r} is not one coli runs",
-                                 path / "config.json", f"it runs {', '.join(qwen38_layout.MODEL_TYPES)}")  # fmt: skip
-            geometry = qwen38_layout.geometry(checkpoint.config, path / "config.json")
-            qwen38_layout.check(checkpoint, geometry)
-            engine = cls(settings, checkpoint, geometry, on_progress, start)
+            family = family_of(checkpoint)
+            settings = settings.resolve(family.name)
+            geometry = family.geometry(checkpoint.config, checkpoint.config_path)
+            family.check(checkpoint, geometry)
+            engine = cls(settings, checkpoint, family, geometry, on_progress, start)
             opened.pop_all()
             return engine
 
     def _open_text(self) -> tuple[Tokenizer, ChatTemplate | None, frozenset[int]]:
-        tokenizer = Tokenizer.load(self.model_path)
-        chat = ChatTemplate.load(self.model_path, tokenizer)
-        return tokenizer, chat, stop_ids(self.model_path, self.checkpoint.raw_config)
+        tokenizer = Tokenizer.open(self.checkpoint)
+        return tokenizer, ChatTemplate.open(self.checkpoint, tokenizer), stop_ids(self.checkpoint, tokenizer)
 
     def _open_model(self, kernels: Kernels, opened: ExitStack) -> None:
-        g, settings = self.geometry, self.settings
+        g, settings, family = self.geometry, self.settings, self.family
         self.limit = min(settings.prefill_chunk, self.ctx)
-        kind, block = stored_kind(self.checkpoint, g)
-        slot = expert_record(kind, g, block).nbytes
         plan, self.head_line = self._plan_head()
-        plan, fits = self._fit(slot, plan)
+        self.experts = plan_experts(self.checkpoint, g, family.expert_layers(g), settings.experts)
+        plan, fits = self._fit(self.experts.nbytes, plan)
         self.cap = min(settings.cap or fits, fits, g.experts)
         if settings.cap and self.cap < settings.cap < g.experts:
             self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
-        store = ExpertStore(self.checkpoint, g, self.cap, threads=max(4, min(self.threads, 32)))
-        opened.callback(store.close)
-        int8_rows = qwen38_layout.int8_rows if settings.trunk_int8 else never
-        weights = Weights(self.checkpoint, int8_rows=int8_rows, activations=settings.act)
-        self.model = Qwen38(
-            self.checkpoint, g, weights, store, kernels, self.team, ctx=self.ctx, limit=self.limit, undo=settings.undo
+        self.store = self._open_store(family.expert_layers(g), self.cap, max(4, min(self.threads, 32)), opened)
+        self.weights = Weights(self.checkpoint, int8_rows=self._int8_rows, activations=settings.act,
+                               centred=getattr(g, "centred", True))  # fmt: skip
+        self.model = family.trunk(
+            self.checkpoint, g, self.weights, self.store, kernels, self.team, ctx=self.ctx, limit=self.limit,
+            undo=settings.undo,
         )
         opened.callback(self.model.close)
-        self.store, self.weights = store, weights
-        self.stores = [store]  # the trunk's, then the head's
-        self.head: Qwen38Head | None = None
+        self.stores = [self.store]  # the trunk's, then the head's
+        self.head: DraftHead | None = None
         if plan is not None:
             self._load_head(plan, kernels, opened)
+        self.notes += [note for store in self.stores for note in store.notes] + _decoded(self.weights)
         self.notes += idle(settings, head=self.head is not None)
 
-    def _fit(self, slot: int, plan: HeadPlan | None) -> tuple[HeadPlan | None, int]:
+    @property
+    def _int8_rows(self) -> Callable[[str], bool]:
+        """Which dense matrices become int8 rows."""
+        return self.family.int8_rows if self.settings.trunk_int8 else never
+
+    @property
+    def _codes(self) -> bool:
+        """Whether integer weights want int8 codes of their inputs."""
+        if self.settings.act == "f32":
+            return False
+        stored = any(tensor.dtype in ggml.NATIVE for tensor in self.checkpoint.tensors.values())
+        return stored or "int" in self.settings.trunk + self.experts.format
+
+    def _open_store(self, layers: tuple[str, ...], cap: int, threads: int, opened: ExitStack) -> ExpertStore:
+        if not layers:
+            return NoExperts()
+        store = ExpertStore(self.checkpoint, self.geometry, cap, threads, layers, mode=self.settings.experts,
+                            activations=self.settings.act)  # fmt: skip
+        opened.callback(store.close)
+        return store
+
+    def _fit(self, slots: int, plan: HeadPlan | None) -> tuple[HeadPlan | None, int]:
         """(the head that fits, experts a layer): a head's own --mtp-cap gives way first, then a head nobody demanded.
-        Raises DoesNotFit."""
+        `slots`: bytes of one expert in every layer. Raises DoesNotFit."""
         if plan is None:
-            return None, self._budget(slot, None, 0)
+            return None, self._budget(slots, None, 0)
         own = min(self.settings.mtp_cap or 0, self.geometry.experts)
         for self.mtp_cap in sorted({own, 0}, reverse=True):
             with suppress(DoesNotFit):
-                fits = self._budget(slot, plan, self.mtp_cap)
+                fits = self._budget(slots, plan, self.mtp_cap)
                 if self.mtp_cap != own:
                     self.notes.append(f"--mtp-cap {own} is more than the memory budget holds: the head keeps as many "
                                       "experts as a layer")  # fmt: skip
                 return plan, fits
         if self.settings.mtp:
-            return plan, self._budget(slot, plan, 0)  # raises
+            return plan, self._budget(slots, plan, 0)  # raises
         self.head_line = "no draft head: the memory budget holds the model only without it"
-        return None, self._budget(slot, None, 0)
+        return None, self._budget(slots, None, 0)
 
     def _load_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> None:
         """Open the head, or say why there is none. Raises ModelError where one is demanded."""
@@ -146,18 +164,19 @@ class Engine:
                 return
             opened.push(mine.pop_all())
 
-    def _budget(self, slot: int, plan: HeadPlan | None, mtp_cap: int) -> int:
+    def _budget(self, slots: int, plan: HeadPlan | None, mtp_cap: int) -> int:
         """Experts a layer that the budget holds beside everything else; `mtp_cap`: those of the head, 0 for as many as
         a layer keeps. Raises DoesNotFit."""
-        g, settings, spec = self.geometry, self.settings, qwen38_program.state_spec(self.geometry)
-        head, each = 0, g.layers * slot
+        g, settings, spec = self.geometry, self.settings, self.family.state_spec(self.geometry)
+        head, each = 0, slots
         if plan is not None:
             head = plan.nbytes + mtp_cap * plan.slot
             each += 0 if mtp_cap else plan.slot
         self.terms = memory.terms(
             spec, ctx=self.ctx, undo=spec.undo_bytes(settings.undo, Speculation.of(settings).deepest), head=head,
-            dense=qwen38_layout.dense_bytes(self.checkpoint, g, trunk_int8=settings.trunk_int8),
-            workspace=qwen38_program.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads),
+            dense=dense_bytes(self.checkpoint, g, self._int8_rows),
+            workspace=self.family.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads,
+                                                  codes=self._codes),
             lookup=self.ctx * lookup.TOKEN_BYTES * settings.lookup,
         )
         budget = settings.ram or memory.default_budget()
@@ -167,10 +186,11 @@ class Engine:
         """The head to load, or None and why not. Raises ModelError where one is demanded."""
         settings = self.settings
         if settings.mtp is False:
-            return None, "no draft head: left unread (--no-mtp, Q38_MTP=0)"
+            return None, self._unread()
         try:
-            plan = plan_head(
-                self.checkpoint, self.geometry, ctx=self.ctx, threads=self.threads, trunk_int8=settings.trunk_int8
+            plan = self.family.plan_head(
+                self.checkpoint, self.geometry, ctx=self.ctx, threads=self.threads, trunk_int8=settings.trunk_int8,
+                mode=settings.experts,
             )
         except ModelError as error:
             if settings.mtp:
@@ -178,35 +198,31 @@ class Engine:
             return None, f"no draft head: {error.what}"
         return plan, ""
 
-    def _open_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> Qwen38Head:
-        settings, g = self.settings, self.geometry
-        cap = self.mtp_cap or self.cap
-        store = ExpertStore(self.checkpoint, g, cap, threads=4, layers=(qwen38_layout.HEAD,))
-        opened.callback(store.close)
-        self.stores.append(store)
-        self.head_line = (
-            f"draft head: wiring {settings.mtp_wiring}, RoPE base {plan.theta:,.0f}, {size(plan.nbytes)} resident "
-            f"besides experts {plan.kind}, {cap} of {g.experts} in memory"
-        )
-        self.vocabulary = None if settings.mtp_dump else self._open_vocabulary()
-        return Qwen38Head(
-            g, self.weights, self.model.lm_head, store, kernels, self.team, ctx=self.ctx, wiring=settings.mtp_wiring,
-            theta=plan.theta, vocabulary=self.vocabulary, dump=_open_dump(settings.mtp_dump, opened),
-        )
+    def _unread(self) -> str:
+        """Why there is no head, where the settings leave it out."""
+        row = self.settings.row("mtp").name
+        if self.settings.origin("mtp") != "default":
+            return f"no draft head: left unread (--no-mtp, {row}=0)"
+        if any(name.startswith("mtp.") for name in self.checkpoint):
+            return f"no draft head: the checkpoint has one, --mtp ({row}=1) drafts with it"
+        return "no draft head: the checkpoint has none"
 
-    def _open_vocabulary(self) -> Vocabulary | None:
-        """The tokens the head scores; None where it scores all."""
-        settings, vocab = self.settings, self.geometry.vocab
-        if not 0 < settings.mtp_vocab < vocab:
-            return None
-        path, off = usage_path(self.model_path, settings)
-        if path is None:
-            self.notes.append(off)
-            return None
-        vocabulary = Vocabulary(vocab, settings.mtp_vocab, path)
-        self.notes += vocabulary.notes
-        vocabulary.notes.clear()
-        return vocabulary
+    def _open_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> DraftHead:
+        settings, g, family = self.settings, self.geometry, self.family
+        cap = self.mtp_cap or self.cap
+        store = self._open_store((HEAD,) if plan.slot else (), cap, 4, opened)
+        self.stores.append(store)
+        wiring = settings.mtp_wiring if family.has_wirings else ""
+        words = f"wiring {wiring}, " if wiring else ""
+        besides = f" besides experts {store.format}, {cap} of {g.experts} in memory" if plan.slot else ""
+        self.head_line = f"draft head: {words}RoPE base {plan.theta:,.0f}, {size(plan.nbytes)} resident{besides}"
+        self.vocabulary, notes = open_vocabulary(settings, self.model_path, g.vocab)
+        self.notes += notes
+        writer = family.head_writer(g, self.weights, store, self.team, self.ctx, wiring, plan.theta)
+        return DraftHead(
+            writer, family.head_spec(g), self.model.lm_head, kernels, wiring=wiring, vocabulary=self.vocabulary,
+            dump=_open_dump(settings, opened),
+        )
 
     def save_history(self) -> list[str]:
         """Write what was learned for later runs (USAGE_SAVE=0: nothing); says what could not be written."""
@@ -223,13 +239,20 @@ class Engine:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
 
     def banner(self) -> str:
-        dense = "int8 rows" if self.settings.trunk_int8 else "as stored"
-        return (
-            f"coli {self.name} · {self.model_path.name} ({size(self.checkpoint.nbytes)}) · "
-            f"experts {self.store.record.kind}, {self.cap} of {self.geometry.experts} a layer in memory · "
-            f"dense weights {dense} · context {self.ctx:,} · {self.threads} thread{'s' * (self.threads > 1)}\n"
-            f"{self.head_line}"
-        )
+        parts = [f"coli {self.name}", f"{self.model_path.name} ({size(self.checkpoint.nbytes)})"]
+        if self.geometry.experts:
+            parts.append(f"experts {self.store.format}, {self.cap} of {self.geometry.experts} a layer in memory")
+        parts += [f"dense weights {self._dense_words()}", f"context {self.ctx:,}",
+                  f"{self.threads} thread{'s' * (self.threads > 1)}"]  # fmt: skip
+        return f"{' · '.join(parts)}\n{self.head_line}"
+
+    def _dense_words(self) -> str:
+        """The formats dense matrices run in, the largest first."""
+        kinds = sorted(self.weights.kinds, key=lambda kind: -self.weights.kinds[kind])
+        words = ", ".join(_WORDS.get(kind, kind) for kind in dict.fromkeys(kind.removesuffix("f") if kind not in
+                          KINDS.values() else kind for kind in kinds))  # fmt: skip
+        exact = self.settings.act == "f32" and any(kind not in KINDS.values() for kind in kinds)
+        return words + " with float32 activations" * exact
 
     def close(self) -> None:
         try:
@@ -245,17 +268,24 @@ class Engine:
         self.close()
 
 
-def _open_dump(path: Path | None, opened: ExitStack) -> BinaryIO | None:
+def _decoded(weights: Weights) -> list[str]:
+    """A note for every dtype without kernels."""
+    return [f"dense weights of {dtype} have no kernel: decoded to float32, {size(nbytes)} of memory"
+            for dtype, nbytes in weights.decoded.items()]  # fmt: skip
+
+
+def _open_dump(settings: Settings, opened: ExitStack) -> BinaryIO | None:
+    path = settings.mtp_dump
     if path is None:
         return None
     try:
         return opened.enter_context(open(path, "ab", buffering=0))  # what cannot be written is known at once
     except OSError as error:
         hint = "give a file in a folder you may write"
-        raise UsageError(f"cannot write {path}: {error.strerror}", "Q38_MTP_DUMP", hint) from error
+        raise UsageError(f"cannot write {path}: {error.strerror}", settings.row("mtp_dump").name, hint) from error
 
 
-def _context(settings: Settings, geometry: Geometry) -> int:
+def _context(settings: Settings, geometry: Any) -> int:
     """Positions to keep: the default is cut to the model's limit, a larger wish is an error."""
     if settings.ctx > geometry.max_context and settings.origin("ctx") != "default":
         where = "--ctx" if settings.origin("ctx") == "flag" else "COLI_CTX"

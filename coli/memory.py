@@ -66,8 +66,8 @@ def default_budget() -> int:
 
 def choose_cap(budget: int, needs: Terms, *, experts: int, each: int) -> int:
     """Expert slots a layer that the budget holds, at most all; `each`: bytes of one slot in every layer. Raises
-    DoesNotFit below one."""
-    cap = (budget - needs.total) // each
+    DoesNotFit below one, and where a model without experts does not fit."""
+    cap = (budget - needs.total) // each if each else int(budget >= needs.total)
     if cap < 1:
         floor = needs.total + each
         rest = needs.process + needs.recurrent + needs.workspace + needs.undo + needs.lookup

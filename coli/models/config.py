@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coli.errors import ModelError
-from coli.formats.strict import AGAIN, show
+from coli.formats.strict import AGAIN, listing, show
 
 SIZE_LIMIT = 1 << 31
 _REQUIRED: Any = object()
@@ -68,3 +68,33 @@ class Reader:
         if not isinstance(value, dict):
             raise self.bad(key, f"{show(value)} is not an object")
         return Reader(value, self.where, f"{self.prefix}{key}.")
+
+
+def layer_types(read: Reader, layers: int, kinds: Mapping[str, str]) -> tuple[str, ...]:
+    """The `layer_types` list in the words of `kinds`."""
+    types = read.get("layer_types")
+    if not isinstance(types, list) or len(types) != layers:
+        found = f"{len(types)} entries" if isinstance(types, list) else show(types)
+        raise read.bad("layer_types", f"expected a list of {layers}, found {found}")
+    unknown = {show(kind) for kind in types if not isinstance(kind, str) or kind not in kinds}
+    if unknown:
+        raise read.bad("layer_types", f"unknown kinds {listing(unknown)}", f"known are {', '.join(kinds)}")
+    return tuple(kinds[kind] for kind in types)
+
+
+def rope(read: Reader, head_dim: int, *, factor: float) -> tuple[float, int]:
+    """(theta, rotated features), from rope_parameters or the older top-level keys; `factor`: the part of `head_dim`
+    that rotates where the config does not say."""
+    inner = read.inside("rope_parameters")
+    for nested in (inner, read.inside("rope_scaling")):
+        kind = nested.config.get("rope_type", nested.config.get("type"))
+        if kind not in (None, "default", "mrope"):
+            raise nested.bad("rope_type", f"{show(kind)} is not supported", "only plain rotary positions are")
+    source = inner if "rope_theta" in inner.config else read
+    theta = source.number("rope_theta")
+    source = inner if "partial_rotary_factor" in inner.config else read
+    factor = source.number("partial_rotary_factor", default=factor)
+    rotary = int(head_dim * factor)
+    if factor > 1 or rotary < 2 or rotary % 2:
+        raise source.bad("partial_rotary_factor", f"{factor} of head_dim {head_dim} is not an even, usable width")
+    return theta, rotary

@@ -1,135 +1,40 @@
-"""Qwen3.8-Flash-Next ready to run: rows in, logits out, and the host's part of a step.
+"""Qwen3.8-Flash-Next ready to run: a trunk whose program also waits for n-gram rows.
 
-The math is a program (coli/models/qwen38_program.py). Here its inputs are filled in, it is played, and where it stops
-the host acts: the n-gram rows that were started before the step are put in place, missing experts are read.
+The rows of the n-gram tables are started before the step and put in place where the program stops for them
+(coli/ngrams.py); small tables are in memory and there when it starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from coli.errors import DoesNotFit, NonFinite, ReadError, UsageError
+from coli.errors import ReadError
 from coli.experts import ExpertStore
 from coli.formats.checkpoint import Checkpoint
-from coli.models.base import Rows as Answer
 from coli.models.base import Weights
-from coli.models.playing import Player
 from coli.models.qwen38_geometry import Geometry
 from coli.models.qwen38_program import Writer
+from coli.models.trunk import Trunk
 from coli.ngrams import NgramHash, NgramTable
-from coli.program.builder import STEP_FIRST, STEP_POS, STEP_ROWS, STEP_UNDO
 from coli.program.cache import Kernels
 from coli.program.cpu import Team
-from coli.program.ops import Weight
-from coli.recurrent import Recurrent
-from coli.state import MAX_UNDOABLE, State
+from coli.state import State
 
 
-class Qwen38:
-    """The model ready to run. `limit`: rows of one program call (the prefill chunk)."""
+class Qwen38(Trunk):
+    """See coli/models/trunk.py."""
+
+    _writer: Writer
 
     def __init__(self, checkpoint: Checkpoint, g: Geometry, weights: Weights, store: ExpertStore, kernels: Kernels,
                  team: Team, *, ctx: int, limit: int, undo: str = "slots") -> None:
-        self.geometry, self.ctx, self.limit = g, ctx, limit
-        self.store, self.team, self.weights = store, team, weights
         self._hashes = [NgramHash(g, i) for i in range(len(g.ple_layers))]
         self._tables = [NgramTable(checkpoint, g, layer) for layer in g.ple_layers]
-        self._writer = Writer(g, weights, store, team, ctx, limit, [table.kept for table in self._tables])
-        self.spec = self._writer.spec
-        self._program = self._writer.write().finish(kernels)
-        self.undo, self._settling = undo, self._writer.settle().finish(kernels)
-        self.player = Player(self._writer, self._put_ngrams)
         self._ngrams: list[np.ndarray] = []  # of the step under way: table rows by PLE layer
-        self._drafts = False  # whether its rows behind the first are guesses
+        writer = Writer(g, weights, store, team, ctx, limit, [table.kept for table in self._tables])
+        super().__init__(writer, kernels, ctx=ctx, limit=limit, undo=undo)
 
-    @property
-    def workspace_bytes(self) -> int:
-        return self._program.nbytes
-
-    @property
-    def row_bytes(self) -> np.ndarray:
-        """File bytes each row of the last forward (of at most 8) was the first to need, of experts."""
-        return self.player.row_bytes
-
-    @property
-    def lm_head(self) -> Weight:
-        return self._writer.lm_head
-
-    def new_state(self) -> State:
-        return State(self.spec, self.ctx, undo=self.undo, settle=self._settle)
-
-    def _settle(self, recurrent: Recurrent) -> None:
-        """Play the recurrence over no rows: what stands in the log is added to S."""
-        self._settling.bind(recurrent)
-        self.team.play(self._settling)
-
-    def forward(
-        self, tokens: Sequence[int] | np.ndarray, state: State, want: str = "last", undoable: bool = False
-    ) -> Answer:
-        """Append rows to `state`; logits of the last row, or of all (`want`="all").
-
-        Undoable forwards carry at most 8 rows; `state.keep(n)` may follow them. Of these, rows from the first that is
-        not finite on are left out of the answer: plain decoding might never come to them. After an error the state is
-        that of an empty sequence."""
-        ids = np.asarray(tokens, np.int64)
-        self._check(ids, state, undoable)
-        size = MAX_UNDOABLE if want == "all" else self.limit
-        answers: list[Answer] = []
-        try:
-            for at in range(0, len(ids), size):
-                piece = ids[at : at + size]
-                last = at + size >= len(ids)
-                first = 0 if want == "all" else len(piece) - 1 if last else len(piece)
-                answer = self._step(piece, state, first, undoable)
-                if want == "all" and len(ids) > size:  # the next piece overwrites the buffers
-                    answer = Answer(answer.logits.copy(), answer.streams.copy())
-                answers.append(answer)
-        except BaseException:
-            state.reset()
-            raise
-        if want == "last" or len(answers) == 1:
-            return answers[-1]
-        return Answer(*(np.concatenate(part) for part in zip(*((a.logits, a.streams) for a in answers), strict=True)))
-
-    def _check(self, ids: np.ndarray, state: State, undoable: bool) -> None:
-        if not len(ids):
-            raise UsageError("no tokens to run", "prompt", "give at least one token")
-        outside = ids[(ids < 0) | (ids >= self.geometry.vocab)]
-        if len(outside):
-            raise UsageError(f"token id {outside[0]} is outside the vocabulary of {self.geometry.vocab}", "prompt")
-        state.check_room(len(ids))
-        if undoable:
-            if len(ids) > MAX_UNDOABLE:
-                raise ValueError(f"{len(ids)} undoable rows, at most {MAX_UNDOABLE}")
-            if not state.reserve(len(ids) - 1):
-                raise DoesNotFit("no memory for the undo slots of this verify", "state", "use fewer drafts")
-
-    def _step(self, ids: np.ndarray, state: State, first: int, undoable: bool) -> Answer:
-        w, program, rows = self._writer, self._program, len(ids)
-        program.step[STEP_ROWS], program.step[STEP_POS] = rows, state.length
-        program.step[STEP_FIRST], program.step[STEP_UNDO] = first, undoable
-        w.last[STEP_ROWS] = rows - first
-        w.embedding.read(ids)
-        self._start_ngrams(ids, state)
-        w.fill_rope(state.length, rows)
-        program.bind(state)
-        self._drafts = undoable and rows > 1
-        self.player.play(rows, drafts=self._drafts)
-        finite = self._finite(rows) if w.bad[0] else rows
-        if finite < rows and not (undoable and finite):
-            raise NonFinite(f"a value is not finite at position {state.length}..{state.length + rows - 1}",
-                            f"layer {w.bad[0] - 1}", "the weights or this prompt overflow float32")
-        state.append(ids, undoable=undoable)
-        return Answer(w.out.array[: finite - first], w.s.array[:finite])
-
-    def _finite(self, rows: int) -> int:
-        """How many leading rows hold numbers only: what is not finite stays so in the streams."""
-        good = np.isfinite(self._writer.s.array[:rows]).all(axis=1)
-        return rows if good.all() else int(np.argmin(good))
-
-    def _start_ngrams(self, ids: np.ndarray, state: State) -> None:
+    def _begin(self, ids: np.ndarray, state: State) -> None:
         """Hash the n-grams of the new rows and start reading their table rows, or put them in place."""
         if self._tables:
             back = self.geometry.ngram_size - 1
@@ -141,7 +46,7 @@ class Qwen38:
                 if table.kept:
                     e.array[: len(ids)] = table.wait()
 
-    def _put_ngrams(self, op: int, rows: int) -> None:
+    def _put(self, op: int, rows: int) -> None:
         index = self._writer.ngram_ops[op]
         table, e = self._tables[index], self._writer.e[index].array
         try:
@@ -155,5 +60,3 @@ class Qwen38:
     def close(self) -> None:
         for table in self._tables:
             table.close()
-
-

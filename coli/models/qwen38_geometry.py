@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coli.formats.strict import listing, show
-from coli.models.config import Reader
+from coli.formats.strict import show
+from coli.models.config import Reader, layer_types, rope
 
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text")
 LAYER_TYPES = {
@@ -103,7 +103,7 @@ def geometry(config: Mapping[str, Any], where: object = "config.json") -> Geomet
                        f"it runs {' and '.join(MODEL_TYPES)}")  # fmt: skip
     layers = read.size("num_hidden_layers", limit=4096)
     hidden, heads, head_dim = read.size("hidden_size"), read.size("num_attention_heads"), read.size("head_dim")
-    rope = _rope(read, head_dim)
+    theta, rotary = rope(read, head_dim, factor=0.25)
     act = read.choice("hidden_act", GATES, "silu")
     if act != "silu":
         raise read.bad("hidden_act", f"experts with {act} are not supported")
@@ -111,12 +111,12 @@ def geometry(config: Mapping[str, Any], where: object = "config.json") -> Geomet
         hidden=hidden,
         layers=layers,
         vocab=read.size("vocab_size"),
-        layer_types=_layer_types(read, layers),
+        layer_types=layer_types(read, layers, LAYER_TYPES),
         heads=heads,
         kv_heads=read.size("num_key_value_heads"),
         head_dim=head_dim,
-        rotary_dim=rope[1],
-        rope_theta=rope[0],
+        rotary_dim=rotary,
+        rope_theta=theta,
         gdn_key_heads=read.size("linear_num_key_heads"),
         gdn_value_heads=read.size("linear_num_value_heads"),
         gdn_key_dim=read.size("linear_key_head_dim"),
@@ -141,34 +141,6 @@ def geometry(config: Mapping[str, Any], where: object = "config.json") -> Geomet
     )
     _agree(found, read)
     return found
-
-
-def _layer_types(read: Reader, layers: int) -> tuple[str, ...]:
-    types = read.get("layer_types")
-    if not isinstance(types, list) or len(types) != layers:
-        found = f"{len(types)} entries" if isinstance(types, list) else show(types)
-        raise read.bad("layer_types", f"expected a list of {layers}, found {found}")
-    unknown = {show(kind) for kind in types if not isinstance(kind, str) or kind not in LAYER_TYPES}
-    if unknown:
-        raise read.bad("layer_types", f"unknown kinds {listing(unknown)}", f"known are {', '.join(LAYER_TYPES)}")
-    return tuple(LAYER_TYPES[kind] for kind in types)
-
-
-def _rope(read: Reader, head_dim: int) -> tuple[float, int]:
-    """(theta, rotated features), from rope_parameters or the older top-level keys."""
-    inner = read.inside("rope_parameters")
-    for nested in (inner, read.inside("rope_scaling")):
-        kind = nested.config.get("rope_type", nested.config.get("type"))
-        if kind not in (None, "default", "mrope"):
-            raise nested.bad("rope_type", f"{show(kind)} is not supported", "only plain rotary positions are")
-    source = inner if "rope_theta" in inner.config else read
-    theta = source.number("rope_theta")
-    source = inner if "partial_rotary_factor" in inner.config else read
-    factor = source.number("partial_rotary_factor", default=0.25)
-    rotary = int(head_dim * factor)
-    if factor > 1 or rotary < 2 or rotary % 2:
-        raise source.bad("partial_rotary_factor", f"{factor} of head_dim {head_dim} is not an even, usable width")
-    return theta, rotary
 
 
 def _ple(read: Reader, layers: int) -> dict[str, Any]:

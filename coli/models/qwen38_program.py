@@ -18,16 +18,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from coli.experts import ExpertStore
-from coli.kernels.packing import block_width
 from coli.models.base import Embedding, Weights
-from coli.models.qwen38_blocks import Blocks, row_floats, scratch_floats
+from coli.models.blocks import code_bytes
+from coli.models.deltanet import DeltaNet, block_floats, gdn_floats, state_widths
+from coli.models.qwen38_blocks import Qwen38Blocks, row_floats, scratch_floats
 from coli.models.qwen38_geometry import Geometry
 from coli.program.builder import Program, StateCell
 from coli.program.cpu import Team
 from coli.program.ops import Input, linear, linears, rms_group
 from coli.state import MAX_UNDOABLE, StateSpec
-
-_ACTIVATION = {"silu": 0, "sigmoid": 1}
 
 
 def state_spec(g: Geometry) -> StateSpec:
@@ -35,30 +34,25 @@ def state_spec(g: Geometry) -> StateSpec:
     gdn = g.layer_types.count("gdn")
     rings = [(g.gdn_conv - 1, g.conv_channels)] * gdn
     rings += [((g.ple_conv - 1) * g.ngram_size, g.width)] * len(g.ple_layers)
+    width, log_width = state_widths(g)
     return StateSpec(
         attention_layers=g.layers - gdn, kv_heads=g.kv_heads, head_dim=g.head_dim, index_dim=g.index_dim,
-        index_ratio=g.index_ratio, recurrent_layers=gdn,
-        recurrent_width=g.gdn_value_heads * g.gdn_key_dim * g.gdn_value_dim, rings=tuple(rings),
-        log_width=g.gdn_value_heads * g.gdn_value_dim + g.gdn_key_heads * g.gdn_key_dim + g.gdn_value_heads,
+        index_ratio=g.index_ratio, recurrent_layers=gdn, recurrent_width=width, rings=tuple(rings),
+        log_width=log_width,
     )
 
 
-def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int) -> int:
-    """Bytes of the program's buffers, computed ahead (tests/models/test_memory.py compares them with the real ones)."""
-    inner, limit = g.gdn_value_heads * g.gdn_value_dim, max(limit, MAX_UNDOABLE)
-    row = row_floats(g, ctx) + 2 * (g.conv_channels + inner) + 4 * g.gdn_value_heads + 14
-    row += len(g.ple_layers) * (g.ple_dim + 2)
+def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int, codes: bool = False) -> int:
+    """Bytes of the program's buffers, computed ahead (tests/models/test_memory.py compares them with the real ones);
+    `codes`: beside integer weights."""
+    limit = max(limit, MAX_UNDOABLE)
+    row = row_floats(g, ctx) + gdn_floats(g) + len(g.ple_layers) * (g.ple_dim + 2)
     final = MAX_UNDOABLE * (3 * g.width + g.hc_lowrank + g.hidden + g.vocab)
-    scratch = threads * (scratch_floats(g, ctx) + _block_floats(g))
-    return 4 * (limit * row + final + scratch) + 32 * g.experts
+    scratch = threads * (scratch_floats(g, ctx) + block_floats(g))
+    return 4 * (limit * row + final + scratch) + 32 * g.experts + codes * code_bytes(g, limit)
 
 
-def _block_floats(g: Geometry) -> int:
-    """A block of S (kernels/deltanet.py)."""
-    return block_width(g.gdn_value_dim) * g.gdn_key_dim
-
-
-class Writer(Blocks):
+class Writer(Qwen38Blocks):
     """Writes the program of the trunk: one method an idea, buffers shared by all layers."""
 
     def __init__(self, g: Geometry, weights: Weights, store: ExpertStore, team: Team, ctx: int, limit: int,
@@ -67,24 +61,14 @@ class Writer(Blocks):
         limit = max(limit, MAX_UNDOABLE)  # a verify is one call
         p = Program(limit)
         super().__init__(p, p.step, limit, g, weights, store, team, ctx, g.rope_theta)
-        self.spec = state_spec(g)
+        self.spec, self.streams = state_spec(g), self.s  # the draft head takes the residual as it is
         self.last = p.buffer(8, dtype=np.int64)  # step block of the rows whose logits are wanted
         self.embedding = Embedding(weights.checkpoint, limit)
         self.ids = np.arange(limit)  # row r of a call takes row r of `embedding.rows`
         self.kept_ngrams = kept_ngrams
         self.ngram_ops: dict[int, int] = {}  # op row -> PLE index
-        self._gdn_buffers()
+        self.deltanet = DeltaNet(self, self.spec)
         self.e = [self.rows(g.ple_dim) for _ in g.ple_layers]
-
-    def _gdn_buffers(self) -> None:
-        g, p = self.g, self.program
-        inner = g.gdn_value_heads * g.gdn_value_dim
-        self.qkv, self.u = self.rows(g.conv_channels), self.rows(g.conv_channels)
-        self.z, self.o = self.rows(inner), self.rows(inner)
-        self.a, self.b = self.rows(g.gdn_value_heads), self.rows(g.gdn_value_heads)
-        self.decay, self.beta = (p.buffer(p.limit, g.gdn_value_heads) for _ in range(2))
-        self.shape = (g.gdn_key_heads, g.gdn_value_heads, g.gdn_key_dim, g.gdn_value_dim)
-        self.block = p.buffer(self.team.threads, _block_floats(g))  # a thread's copy of a block of S
 
     # ---- the whole model
     def write(self) -> Program:
@@ -97,7 +81,7 @@ class Writer(Blocks):
                 self.ple(layer, g.ple_layers.index(layer))
             self.enter(f"layers.{layer}.attn_hyper_connection.")
             if kind == "gdn":
-                self.gdn(layer, kinds[kind])
+                self.deltanet.layer(f"layers.{layer}.linear_attn.", kinds[kind])
             else:
                 self.attention(f"layers.{layer}.self_attn.", kinds[kind])
             kinds[kind] += 1
@@ -106,38 +90,6 @@ class Writer(Blocks):
             self.moe(f"layers.{layer}.mlp.", layer)
             self.leave(layer)
         self.head()
-        return p
-
-    # ---- Gated DeltaNet (1.5)
-    def gdn(self, layer: int, index: int) -> None:
-        g, p, w = self.g, self.program, self.w
-        name = f"layers.{layer}.linear_attn."
-        linears(p, Input(self.x, g.hidden), [
-            (w.matrix(name + "in_proj_z.weight"), self.z), (w.matrix(name + "in_proj_a.weight"), self.a),
-            (w.matrix(name + "in_proj_b.weight"), self.b), (w.matrix(name + "in_proj_qkv.weight"), self.qkv),
-        ], barrier=False)  # the convolution goes by `columns`
-        ring = StateCell(lambda state: state.rings[index].ctypes.data)
-        p.op("conv_silu", p.step, self.qkv.array, self.qkv.ld, w.conv(name + "conv1d.weight"), ring,
-             self.spec.ring_rows(g.gdn_conv - 1), self.u.array, self.u.ld, g.conv_channels, g.gdn_conv, 1, 0, 0)
-        p.op("gdn_prep", p.step, self.u.array, self.u.ld, self.a.array, self.a.ld, self.b.array, self.b.ld,
-             -np.exp(w.vector(name + "A_log")), w.vector(name + "dt_bias"), self.decay, self.beta, *self.shape)
-        self.recurrence(p, index)
-        p.op("gated_norm", p.step, self.o.array, self.o.ld, self.z.array, self.z.ld, w.vector(name + "norm.weight"),
-             g.gdn_value_heads, g.gdn_value_dim, g.eps, _ACTIVATION[g.gate])
-        linear(p, Input(self.o, g.gdn_value_heads * g.gdn_value_dim), w.matrix(name + "out_proj.weight"), self.y,
-               barrier=False)
-
-    def recurrence(self, p: Program, index: int) -> None:
-        p.op("deltanet", p.step, self.u.array, self.u.ld, self.decay, self.beta,
-             StateCell(lambda state: state.cells.ctypes.data), 4 * index * self.spec.recurrent_width, self.o.array,
-             self.o.ld, *self.shape, 0, index * self.spec.log_layer_bytes(), self.spec.log_row_bytes(), self.block,
-             self.block.strides[0])
-
-    def settle(self) -> Program:
-        """Only the recurrence, to be played over no rows: S takes in what stands in its log (coli/recurrent.py)."""
-        p = Program(1)
-        for index in range(self.spec.recurrent_layers):
-            self.recurrence(p, index)
         return p
 
     # ---- hashed n-gram embedding (5b, PLE)
@@ -169,3 +121,7 @@ class Writer(Blocks):
         x = self.final("hyper_connection_mixer.", wanted, self.last, MAX_UNDOABLE)
         self.lm_head = w.matrix("embed_tokens.weight" if g.tied else "lm_head.weight")
         linear(p, Input(x, g.hidden), self.lm_head, self.out, step=self.last)
+
+    def settle(self) -> Program:
+        """The program that adds what stands in a log to S (coli/models/deltanet.py)."""
+        return self.deltanet.settle()

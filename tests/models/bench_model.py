@@ -11,15 +11,12 @@ import numpy as np
 from coli.engine import Engine
 from coli.settings import load
 from coli.state import MAX_UNDOABLE, State
-from tests.oracle.qwen4 import Qwen4Model
-from tests.oracle.store import SafetensorsDir, Weights
+from tests import oracle
 
 
 def text_config(folder: Path) -> dict:
     raw = json.loads((folder / "config.json").read_text())
-    config = raw.get("text_config", raw)
-    kinds = {"indexed_attention": "full_attention", "qwen_sparse_attention": "full_attention"}
-    return config | {"layer_types": [kinds.get(kind, kind) for kind in config["layer_types"]]}
+    return raw.get("text_config", raw)
 
 
 def random_ids(count: int, folder: Path, seed: int = 5) -> np.ndarray:
@@ -34,27 +31,10 @@ def random_ids(count: int, folder: Path, seed: int = 5) -> np.ndarray:
     return ids
 
 
-class _Changed(Weights):
-    """The oracle's weights, each passed through `change(name, array)`."""
-
-    change = staticmethod(lambda name, array: array)
-
-    def __call__(self, name: str) -> np.ndarray:
-        if name not in self.cache:
-            self.cache[name] = self.change(name, super().__call__(name))
-        return self.cache[name]
-
-
 def oracle_logits(
     folder: Path, ids: np.ndarray, dtype: type, change: Callable[[str, np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    block = (json.loads((folder / "config.json").read_text()).get("quantization_config") or {}).get("weight_block_size")
-    weights = _Changed(SafetensorsDir(folder), dtype, **({"block": block} if block else {}))
-    if change:
-        weights.change = change
-    nested = any(name.startswith("model.language_model.") for name in weights.src.index)
-    prefix = "model.language_model." if nested else "model."
-    return Qwen4Model(text_config(folder), weights, prefix).forward(ids)[0]
+    return oracle.load(folder, dtype, **({"change": change} if change else {})).forward(ids)[0]
 
 
 class Opened:

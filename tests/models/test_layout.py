@@ -246,7 +246,7 @@ DAMAGE = {
                                                                                       "F32")}),
                         ("1 scale without an FP8 weight: layers.0.linear_attn.in_proj_z.weight_scale_inv",)),
     "experts of two kinds": (dict(put={EXPERT: store(np.ones((32, 64), np.float32), "F32")},
-                                  drop={EXPERT + "_scale_inv"}), ("routed experts mix F32 and F8_E4M3",)),
+                                  drop={EXPERT + "_scale_inv"}), ("routed experts of layer 0 mix F32 and F8_E4M3",)),
     "no table scale": (dict(drop={TABLE + "weight_scale"}), ("FP8 n-gram table of layer 1", "weight_scale")),
     "long table scale": (dict(put={TABLE + "weight_scale": store(ONES[0], "F32")}), ("expected one number",)),
     "table of two kinds": (dict(put={TABLE + "shard_1.weight": store(np.ones((108, 16), np.float32), "F32")}),

@@ -31,7 +31,7 @@ with Engine.open(load(flags, {})[0]) as engine:
     state, per_token = session.state, engine.model.spec.kv_bytes_per_token()
     per_token += engine.head.spec.kv_bytes_per_token() if engine.head else 0
     nbytes = sum(store.nbytes for store in engine.stores)
-    filled = sum(len(s.resident(layer)) * s.record.nbytes for s in engine.stores for layer in range(len(s.layers)))
+    filled = sum(len(s.resident(layer)) * s.records[layer].nbytes for s in engine.stores for layer in range(len(s.layers)))
     print(json.dumps({
         "planned": engine.terms.total + nbytes, "unfilled": nbytes - filled,
         "undo_unused": engine.terms.undo - state.recurrent.undo_bytes,
@@ -76,14 +76,14 @@ def test_the_shipped_model_holds_what_was_planned():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cap, trunk_int8", [(4, False), (24, False), (4, True)])
-def test_the_real_geometry_loads_runs_and_holds_what_was_planned(tmp_path_factory, cap, trunk_int8):
+@pytest.mark.parametrize("cap, trunk", [(4, "stored"), (24, "stored"), (4, "int8")])
+def test_the_real_geometry_loads_runs_and_holds_what_was_planned(tmp_path_factory, cap, trunk):
     """Qwen3.8-Flash-Next FP8, per layer as released (4 of 48 layers; experts and n-gram table sparse): 64 GB of
     files, a few of them resident."""
     folder = tmp_path_factory.getbasetemp() / "real-geometry"
     if not folder.exists():
         write_real_geometry(folder, layers=4)
-    seen = _run(24, 8, model=str(folder), cap=cap, ctx=1024, prefill_chunk=24, trunk_int8=trunk_int8)
+    seen = _run(24, 8, model=str(folder), cap=cap, ctx=1024, prefill_chunk=24, trunk=trunk)
     assert seen["cap"] == cap
     _check(seen)
 
@@ -99,7 +99,7 @@ def test_a_budget_sizes_the_cache_and_a_budget_below_the_floor_is_refused(tmp_pa
     folder = write_tiny(tmp_path, dtype="F32")
     with Opened(folder, mtp=False) as opened:
         engine = opened.engine
-        layer_slots = engine.geometry.layers * engine.store.record.nbytes
+        layer_slots = engine.store.record_bytes()
         floor = engine.terms.total
     for slots in (1, 3):
         with Opened(folder, mtp=False, ram=(floor + slots * layer_slots + layer_slots / 2) / 1e9) as opened:
@@ -149,7 +149,7 @@ def test_the_head_holds_what_was_planned(tmp_path, odd, mtp_cap):
         tensors = engine.checkpoint.tensors.items()
         dense = sum(t.nbytes for name, t in tensors if name.startswith("mtp.") and "experts" not in name)
         held = dense + kv + head.workspace_bytes + state.pending.nbytes
-        planned = engine.terms.head - (mtp_cap or 0) * store.record.nbytes
+        planned = engine.terms.head - (mtp_cap or 0) * store.record_bytes()
         assert abs(held - planned) <= 0.05 * held + 4096
         assert store.cap == (mtp_cap or engine.cap)
         alone = opened.state.nbytes

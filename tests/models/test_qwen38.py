@@ -139,10 +139,10 @@ def test_int8_rows_equal_the_oracle_on_the_rounded_weights(tiny):
     """With float32 activations exactly; int8 activations add the usual error and stay row independent."""
     ids = random_ids(40, tiny)
     exact = oracle_logits(tiny, ids, np.float64, change=_int8_rows)
-    with Opened(tiny, trunk_int8=True, act="f32") as opened:
+    with Opened(tiny, trunk="int8", act="f32") as opened:
         _, logits = opened.logits(ids, [6])
     assert np.abs(logits - exact).max() <= 10 * F32_COLUMN
-    with Opened(tiny, trunk_int8=True) as opened:
+    with Opened(tiny, trunk="int8") as opened:
         (_, one), (_, many) = opened.logits(ids, [1]), opened.logits(ids, [6])
     assert one.tobytes() == many.tobytes()
     error = np.median(np.abs(one - exact).max(-1)) / np.abs(exact).max()  # 8 layers of widths 64: few inputs to average

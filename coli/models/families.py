@@ -1,0 +1,80 @@
+"""The engines this version has, as one table: model type -> what opens and runs it.
+
+Everything above the models (coli/engine.py, the commands) goes by a `Family` and never by a model's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coli.errors import ModelError
+from coli.formats.checkpoint import Checkpoint
+from coli.formats.strict import show
+from coli.models import (
+    qwen36_geometry,
+    qwen36_layout,
+    qwen36_mtp,
+    qwen36_program,
+    qwen38_geometry,
+    qwen38_layout,
+    qwen38_mtp,
+    qwen38_program,
+)
+from coli.models.head import HeadPlan
+from coli.models.qwen38 import Qwen38
+from coli.models.trunk import Trunk
+from coli.state import StateSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """`expert_layers`: name prefixes of the layers with experts; `trunk`, `head_writer`: what writes the programs."""
+
+    name: str
+    model_types: tuple[str, ...]
+    geometry: Callable[[Mapping[str, Any], object], Any]
+    check: Callable[[Checkpoint, Any], None]
+    int8_rows: Callable[[str], bool]
+    expert_layers: Callable[[Any], tuple[str, ...]]
+    state_spec: Callable[[Any], StateSpec]
+    workspace_bytes: Callable[..., int]
+    trunk: Callable[..., Trunk]
+    plan_head: Callable[..., HeadPlan]
+    head_spec: Callable[[Any], StateSpec]
+    head_writer: Callable[..., Any]
+    has_wirings: bool = False  # the head's input norm may be wired in two ways
+
+
+def _qwen36(checkpoint: Checkpoint, g: Any, weights: Any, store: Any, kernels: Any, team: Any, *, ctx: int, limit: int,
+            undo: str) -> Trunk:  # fmt: skip
+    writer = qwen36_program.Writer(g, weights, store, team, ctx, limit)
+    return Trunk(writer, kernels, ctx=ctx, limit=limit, undo=undo)
+
+
+QWEN38 = Family(
+    name="qwen38", model_types=qwen38_geometry.MODEL_TYPES, geometry=qwen38_geometry.geometry,
+    check=qwen38_layout.check, int8_rows=qwen38_layout.int8_rows,
+    expert_layers=lambda g: tuple(f"layers.{i}." for i in range(g.layers)),
+    state_spec=qwen38_program.state_spec, workspace_bytes=qwen38_program.workspace_bytes, trunk=Qwen38,
+    plan_head=qwen38_mtp.plan_head, head_spec=qwen38_mtp.head_spec, head_writer=qwen38_mtp.HeadWriter, has_wirings=True,
+)  # fmt: skip
+QWEN36 = Family(
+    name="qwen36", model_types=qwen36_geometry.MODEL_TYPES, geometry=qwen36_geometry.geometry,
+    check=qwen36_layout.check, int8_rows=qwen36_layout.int8_rows,
+    expert_layers=lambda g: tuple(f"layers.{i}." for i in g.moe_layers),
+    state_spec=qwen36_program.state_spec, workspace_bytes=qwen36_program.workspace_bytes, trunk=_qwen36,
+    plan_head=qwen36_mtp.plan_head, head_spec=qwen36_mtp.head_spec, head_writer=qwen36_mtp.HeadWriter,
+)  # fmt: skip
+FAMILIES = (QWEN38, QWEN36)
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """Raises ModelError for a model type that no engine runs."""
+    kind = checkpoint.config.get("model_type")
+    for family in FAMILIES:
+        if kind in family.model_types:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    raise ModelError(f"model type {show(kind)} is not one coli runs", checkpoint.config_path, f"it runs {known}")
