@@ -1,221 +1,44 @@
 """Every variable coli reads, in one table, and the frozen settings they become.
 
-Idea: a field of `Settings` *is* the row of the table. `variable(...)` gives it its environment name, kind (type and
-range), default, owning engines, flag and meaning, so a new variable is one line and `coli env`, the parser, the
-warnings and the README's table read the same row.
+Idea: a field of `Settings` *is* its rows of the table. `variable(...)` gives it an environment name, kind (type and
+range), default, flag and meaning, so a new variable is one line and `coli env`, the parser, the warnings and the
+README's table read the same row. What every engine has for itself, the draft head's settings, is one field with a row
+an engine (`per_engine`): own name, own range, own default, one flag for whichever engine runs.
+Which engine runs is known when the checkpoint is open: `load` gives the first engine's values, `resolve(engine)` that
+engine's. A variable is checked against its own range when it is loaded; a flag of such a field against the widest
+range when it is loaded and against the running engine's in `resolve`.
 Precedence: flag > variable > default, and each value remembers which of the three it came from (`origin`).
 Strictness: a value outside its range is a UsageError that names the variable (or flag) and the range, an empty value
 is outside every range; an unknown COLI_*, Q36_* or Q38_* name is one warning with the nearest known name, or a
 UsageError under COLI_ENV_STRICT=1. Nothing else in coli reads the environment, but for two readers outside the
 settings: `coli.models.find` (Hugging Face's own variables) and `coli.commands._errors` (COLI_DEBUG, when the settings
 themselves are what failed).
-Invariant: two variables never share a field, and `Settings()` equals `load({}, {})`.
+Invariant: two fields never share a variable, and `Settings()` equals `load({}, {})`.
 Guarded by tests/cli/test_settings.py.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from coli.errors import UsageError
+from coli.kinds import Bit, Choice, Depth, File, Folder, Gigabytes, Kind, Present, Share, Text, Whole
 
 ALL = ("all",)
-QWEN38 = ("qwen38",)
-ENGINES = ("qwen38",)  # engines this version has
-_OWNED = {"COLI_": "", "Q36_": "qwen36", "Q38_": "qwen38"}  # prefixes we answer for, and the engine that owns them
+ENGINES = ("qwen38", "qwen36")  # engines this version has; the first one's values are what `load` gives
+PREFIX = {"qwen38": "Q38_", "qwen36": "Q36_"}  # of an engine's own variables
+MOST_DRAFTS = {"qwen38": 3, "qwen36": 7}  # of the engine's own head in a verify
+_OURS = ("COLI_", *PREFIX.values())  # prefixes we answer for
 # Names of spec_decoding.md section 7 that this version has no use for, and why.
 _ELSEWHERE = dict.fromkeys(("MTP", "DRAFT", "MTP_PSTEP", "COLI_MTP_GUARD_PCT", "COLI_MTP_GUARD_WINDOW"),
                            "it belongs to the engine colibri, which this version does not have")  # fmt: skip
 _ELSEWHERE |= dict.fromkeys(("Q38_MTP_CHAIN", "Q38_DRAFT_HEAD"),
                             "it steers the device path, which this version does not have")  # fmt: skip
-GB = 10**9
 FORCE_MODES = ("accept", "mixed", "cycle", "reject", *(f"row{row}" for row in range(1, 9)))
-
-
-# ---- kinds: how a text becomes a value, and the range it must lie in -------------------------------------------------
-
-
-class Kind(Protocol):
-    @property
-    def range(self) -> str:
-        """What is accepted, in words."""
-
-    def parse(self, text: str) -> Any:
-        """The value of a variable's text. Raises ValueError."""
-
-    def check(self, value: Any) -> Any:
-        """The setting for a value that a flag already parsed. Raises ValueError."""
-
-    def show(self, value: Any) -> str:
-        """The value as `parse` would read it."""
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A whole number, `low..high` (no upper end without `high`)."""
-
-    low: int
-    high: int | None = None
-
-    @property
-    def range(self) -> str:
-        return f"{self.low} or more" if self.high is None else f"{self.low}..{self.high}"
-
-    def parse(self, text: str) -> int:
-        if not re.fullmatch(r"[+-]?[0-9]+", text):  # int() would also take "1_000" and " 8"
-            raise ValueError
-        return self.check(int(text))
-
-    def check(self, value: int) -> int:
-        if value < self.low or (self.high is not None and value > self.high):
-            raise ValueError
-        return value
-
-    def show(self, value: int) -> str:
-        return str(value)
-
-
-@dataclass(frozen=True)
-class Bit:
-    """Exactly 0 or 1: `true`, `on`, `01` are errors, so that a typing slip never means its opposite."""
-
-    range: str = "0 or 1"
-
-    def parse(self, text: str) -> bool:
-        return {"0": False, "1": True}[text]
-
-    def check(self, value: bool) -> bool:
-        return value
-
-    def show(self, value: bool) -> str:
-        return str(int(value))
-
-
-@dataclass(frozen=True)
-class Depth:
-    """Drafts in every verify, `0..most`; `auto` is another word for 0, which leaves the depth to the gate."""
-
-    most: int
-
-    @property
-    def range(self) -> str:
-        return f"0..{self.most} or auto"
-
-    def parse(self, text: str) -> int:
-        return 0 if text == "auto" else Whole(0, self.most).parse(text)
-
-    def check(self, value: str | int) -> int:
-        return self.parse(str(value))  # the flag arrives as text too, for the sake of `auto`
-
-    def show(self, value: int) -> str:
-        return str(value) if value else "auto"
-
-
-@dataclass(frozen=True)
-class Gigabytes:
-    """A positive number of GB (10^9 bytes) that becomes whole bytes."""
-
-    range: str = "above 0, in GB (10^9 bytes)"
-
-    def parse(self, text: str) -> int:
-        return self.check(float(text))
-
-    def check(self, value: float) -> int:
-        if not 0 < value < 1e9:  # also refuses NaN and infinity
-            raise ValueError
-        return max(1, round(value * GB))
-
-    def show(self, value: int) -> str:
-        return f"{value / GB:g}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of a few words."""
-
-    words: tuple[str, ...]
-
-    @property
-    def range(self) -> str:
-        return " or ".join(filter(None, (", ".join(self.words[:-1]), self.words[-1])))
-
-    def parse(self, text: str) -> str:
-        return self.check(text)
-
-    def check(self, value: str) -> str:
-        if value not in self.words:
-            raise ValueError
-        return value
-
-    def show(self, value: str) -> str:
-        return value
-
-
-@dataclass(frozen=True)
-class Text:
-    """Any text but an empty one."""
-
-    range: str
-
-    def parse(self, text: str) -> str:
-        return self.check(text)
-
-    def check(self, value: str) -> str:
-        if not value.strip():
-            raise ValueError
-        return value
-
-    def show(self, value: str) -> str:
-        return value
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder, with `~` expanded; it need not exist yet."""
-
-    range: str = "a folder"
-
-    def parse(self, text: str) -> Path:
-        if not text.strip():
-            raise ValueError
-        return self.check(Path(text))
-
-    def check(self, value: Path) -> Path:
-        try:
-            return value.expanduser()
-        except RuntimeError as error:  # no such user
-            raise ValueError from error
-
-    def show(self, value: Path) -> str:
-        return str(value)
-
-
-@dataclass(frozen=True)
-class File(Folder):
-    """A file, with `~` expanded; it need not exist yet."""
-
-    range: str = "a file"
-
-
-@dataclass(frozen=True)
-class Present:
-    """On when the variable holds anything at all (the convention of no-color.org)."""
-
-    range: str = "set to anything, or not at all"
-
-    def parse(self, text: str) -> bool:
-        return bool(text)
-
-    def check(self, value: bool) -> bool:
-        return value
-
-    def show(self, value: bool) -> str:
-        return str(int(value))
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -223,20 +46,45 @@ class Present:
 
 @dataclass(frozen=True)
 class Variable:
-    """One row: `unset` is what a default of None means, in words."""
+    """One row: a name in the environment. `unset` is what a default of None means, in words."""
 
     name: str
     kind: Kind
+    default: Any
     engines: tuple[str, ...]
     flag: str
     help: str
     unset: str = ""
 
+    def serves(self, engine: str) -> bool:
+        return self.engines == ALL or engine in self.engines
 
-def variable(name: str, kind: Kind, default: Any, help: str, *, flag: str = "", engines: tuple[str, ...] = ALL,
-             unset: str = "") -> Any:  # fmt: skip
-    """A field of Settings that is a row of the table."""
-    return field(default=default, metadata={"variable": Variable(name, kind, engines, flag, help, unset)})
+
+@dataclass(frozen=True)
+class Own:
+    """What an engine makes of a field that every engine has for itself."""
+
+    kind: Kind
+    default: Any
+    unset: str = ""
+
+
+def variable(name: str, kind: Kind, default: Any, help: str, *, flag: str = "", unset: str = "",
+             also: Variable | None = None) -> Any:  # fmt: skip
+    """A field of Settings with one row for all engines; `also`: another name for it, which yields to this one."""
+    return _field([Variable(name, kind, default, ALL, flag, help, unset), *([also] if also is not None else [])])
+
+
+def per_engine(name: str, help: str, *, flag: str = "", **engines: Own) -> Any:
+    """A field of Settings with a row for each of these engines, named `name` behind the engine's prefix."""
+    return _field([
+        Variable(PREFIX[engine] + name, own.kind, own.default, (engine,), flag, help, own.unset)
+        for engine, own in engines.items()
+    ])  # fmt: skip
+
+
+def _field(rows: Sequence[Variable]) -> Any:
+    return field(default=rows[0].default, metadata={"rows": tuple(rows)})
 
 
 @dataclass(frozen=True)
@@ -258,27 +106,44 @@ class Settings:
                                       unset="the user's cache folder")  # fmt: skip
     act: str = variable("COLI_ACT", Choice(("int8", "f32")), "int8",
                         "activations beside integer weights: int8 is fast, f32 exact")  # fmt: skip
-    trunk_int8: bool = variable("Q38_TRUNK_CPU_INT8", Bit(), False, "1 quantises dense bf16 weights to int8 rows at "
-                                "load: half the bytes a token, other bits", engines=QWEN38)  # fmt: skip
+    trunk: str = variable("COLI_TRUNK", Choice(("stored", "int8")), "stored", "dense float weights: as stored, or as "
+                          "int8 rows made at load, half the bytes a token and slightly other numbers", flag="--trunk",
+                          also=Variable("Q38_TRUNK_CPU_INT8", Bit("stored", "int8"), "stored", ("qwen38",), "",
+                                        "1 is COLI_TRUNK=int8"))  # fmt: skip
+    experts: str = variable("COLI_EXPERTS", Choice(("stored", "int4", "int8")), "stored", "routed experts: as stored, "
+                            "or quantised when they are read, int4 in groups of 64 (from the sidecar where there is "
+                            "one) or int8 rows", flag="--experts")  # fmt: skip
     prefill_chunk: int = variable("COLI_PREFILL_CHUNK", Whole(1, 512), 128, "prompt tokens computed together")
-    mtp: bool | None = variable("Q38_MTP", Bit(), None, "0 leaves the draft head unread, 1 refuses a checkpoint "
-                                "without one", flag="--mtp", engines=QWEN38,
-                                unset="on where the checkpoint has a head that can run")  # fmt: skip
-    drafts: int = variable("Q38_MTP_DRAFTS", Depth(3), 2, "drafts of the head in every verify; auto (or 0) is the "
-                           "gate's pick", flag="--drafts", engines=QWEN38)  # fmt: skip
-    mtp_vocab: int = variable("Q38_MTP_VOCAB", Whole(0), 16000, "tokens the head scores, the most used ones; 0 is the "
-                              "whole vocabulary", flag="--mtp-vocab", engines=QWEN38)  # fmt: skip
-    mtp_wiring: str = variable("Q38_MTP_WIRING", Choice(("a", "b")), "b", "the head's input norm: b one a stream, a "
-                               "one over the four", flag="--mtp-wiring", engines=QWEN38)  # fmt: skip
-    mtp_cap: int | None = variable("Q38_MTP_CAP", Whole(1), None, "experts of the head kept in memory",
-                                   flag="--mtp-cap", engines=QWEN38, unset="as many as a layer keeps")  # fmt: skip
-    mtp_pstep: bool = variable("Q38_MTP_PSTEP", Bit(), False, "1 trims each verify's deeper drafts by how sure the "
-                               "head was of them", flag="--pstep", engines=QWEN38)  # fmt: skip
-    mtp_force: str | None = variable("Q38_MTP_FORCE", Choice(FORCE_MODES), None, "tests: the head's drafts come from "
-                                     "the reference of --reference, made wrong as the word says", engines=QWEN38,
-                                     unset="the head's own drafts")  # fmt: skip
-    mtp_dump: Path | None = variable("Q38_MTP_DUMP", File(), None, "the head's logits are appended here, rows of raw "
-                                     "float32", engines=QWEN38, unset="not written")  # fmt: skip
+    mtp: bool | None = per_engine("MTP", "0 leaves the draft head unread, 1 refuses a checkpoint without one",
+                                  flag="--mtp", qwen38=Own(Bit(), None, "on where there is a head that can run"),
+                                  qwen36=Own(Bit(), False))  # fmt: skip
+    drafts: int = per_engine("MTP_DRAFTS", "drafts of the head in every verify; auto (or 0) is the gate's pick",
+                             flag="--drafts", qwen38=Own(Depth(MOST_DRAFTS["qwen38"]), 2),
+                             qwen36=Own(Depth(MOST_DRAFTS["qwen36"]), 1))  # fmt: skip
+    mtp_pmin: float = per_engine("MTP_PMIN", "the head stops at a draft it holds less likely than this; the first is "
+                                 "always kept", flag="--pmin", qwen36=Own(Share(), 0.0))  # fmt: skip
+    mtp_vocab: int = per_engine("MTP_VOCAB", "tokens the head scores, the most used ones; 0 is the whole vocabulary",
+                                flag="--mtp-vocab", qwen38=Own(Whole(0), 16000),
+                                qwen36=Own(Whole(0), 16000))  # fmt: skip
+    mtp_vocab_ids: Path | None = per_engine("MTP_VOCAB_IDS", "file of the ids that the head scores, a fixed list in "
+                                            "place of the most used ones: numbers with blanks, commas or line ends "
+                                            "between", flag="--mtp-vocab-ids",
+                                            qwen36=Own(File(), None, "no fixed list"))  # fmt: skip
+    mtp_wiring: str = per_engine("MTP_WIRING", "the head's input norm: b one a stream, a one over the four",
+                                 flag="--mtp-wiring", qwen38=Own(Choice(("a", "b")), "b"))  # fmt: skip
+    mtp_cap: int | None = per_engine("MTP_CAP", "experts of the head kept in memory", flag="--mtp-cap",
+                                     qwen38=Own(Whole(1), None, "as many as a layer keeps"),
+                                     qwen36=Own(Whole(1), None, "as many as a layer keeps"))  # fmt: skip
+    mtp_pstep: bool = per_engine("MTP_PSTEP", "1 trims each verify's deeper drafts, at a fixed depth of 2 and more, by "
+                                 "how sure the head was of them", flag="--pstep", qwen38=Own(Bit(), False),
+                                 qwen36=Own(Bit(), True))  # fmt: skip
+    mtp_force: str | None = per_engine("MTP_FORCE", "tests: the head's drafts come from the reference of --reference, "
+                                       "made wrong as the word says",
+                                       qwen38=Own(Choice(FORCE_MODES), None, "the head's own drafts"),
+                                       qwen36=Own(Choice(FORCE_MODES), None, "the head's own drafts"))  # fmt: skip
+    mtp_dump: Path | None = per_engine("MTP_DUMP", "the head's logits are appended here, rows of raw float32",
+                                       qwen38=Own(File(), None, "not written"),
+                                       qwen36=Own(File(), None, "not written"))  # fmt: skip
     lookup: bool = variable("COLI_LOOKUP", Bit(), True, "drafts copied from earlier in the text", flag="--lookup")
     lookup_drafts: int = variable("COLI_LOOKUP_DRAFTS", Whole(1, 5), 5, "drafts copied at most",
                                   flag="--lookup-drafts")  # fmt: skip
@@ -298,14 +163,49 @@ class Settings:
     debug: bool = variable("COLI_DEBUG", Bit(), False, "1 prints the traceback of an error")
     env_strict: bool = variable("COLI_ENV_STRICT", Bit(), False, "1 makes an unknown variable an error")
     no_color: bool = variable("NO_COLOR", Present(), False, "no colours on stderr")
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    engine: str = ENGINES[0]  # whose values these are
+    flags: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # given, by field
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # values of variables, by name
+    overrides: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of `override`, by field
+
+    @property
+    def trunk_int8(self) -> bool:
+        return self.trunk == "int8"
+
+    def row(self, name: str) -> Variable:
+        """The row of field `name` that this engine reads; the first one where it reads none."""
+        return next((row for row in TABLE[name] if row.serves(self.engine)), TABLE[name][0])
 
     def origin(self, name: str) -> str:
         """Where field `name` got its value: "flag", "variable" or "default"."""
-        return self.origins.get(name, "default")
+        if name in self.flags:
+            return "flag"
+        mine = (row.name for row in TABLE[name] if row.serves(self.engine))
+        return "variable" if any(name in self.given for name in mine) else "default"
+
+    def read(self, name: str, engine: str) -> Any:
+        """What field `name` is to `engine`. Raises UsageError for a flag that is out of its range there."""
+        rows = [row for row in TABLE[name] if row.serves(engine)]
+        if name in self.overrides:
+            return self.overrides[name]
+        if rows and name in self.flags:
+            own = "" if rows[0].engines == ALL else f" for the engine {engine}"
+            return _checked(rows[0], self.flags[name], rows[0].kind.check, rows[0].flag, own)
+        found = (self.given[row.name] for row in rows if row.name in self.given)
+        return next(found, (rows or TABLE[name])[0].default)
+
+    def resolve(self, engine: str) -> Settings:
+        """The same settings as `engine` reads them. Raises UsageError for a flag that is out of its range there."""
+        own = [name for name, rows in TABLE.items() if any(row.engines != ALL for row in rows)]
+        return replace(self, engine=engine, **{name: self.read(name, engine) for name in own})
+
+    def override(self, **values: Any) -> Settings:
+        """These settings with values that a command sets itself, whatever was given and whichever engine runs."""
+        return replace(self, overrides={**self.overrides, **values}, **values)
 
 
-TABLE: dict[str, Variable] = {f.name: f.metadata["variable"] for f in fields(Settings) if "variable" in f.metadata}
+TABLE: dict[str, tuple[Variable, ...]] = {f.name: f.metadata["rows"] for f in fields(Settings) if "rows" in f.metadata}
+VARIABLES: tuple[Variable, ...] = tuple(row for rows in TABLE.values() for row in rows)
 
 
 # ---- filling it ------------------------------------------------------------------------------------------------------
@@ -318,42 +218,55 @@ def load(
 
     Raises UsageError for a value outside its range, and for an unknown variable under COLI_ENV_STRICT=1.
     """
-    flags = {} if flags is None else flags
+    flags = {name: value for name, value in (flags or {}).items() if value is not None}
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for name, row in TABLE.items():
-        if flags.get(name) is not None:
-            values[name], origins[name] = _checked(row, flags[name], row.kind.check, row.flag), "flag"
-        elif row.name in environ:
-            values[name], origins[name] = _checked(row, environ[row.name], row.kind.parse, row.name), "variable"
-    settings = Settings(**values, origins=origins)
-    return settings, _unknown(environ, settings.env_strict)
+    if wrong := flags.keys() - TABLE.keys():
+        raise TypeError(f"no setting is named {', '.join(sorted(wrong))}")
+    given = {
+        row.name: _checked(row, environ[row.name], row.kind.parse, row.name)
+        for name, rows in TABLE.items() for row in rows if name not in flags and row.name in environ
+    }  # fmt: skip
+    settings = Settings(given=given)
+    values = {name: settings.read(name, ENGINES[0]) for name in TABLE}
+    values |= {name: _widest(TABLE[name], value) for name, value in flags.items()}
+    return replace(settings, flags=flags, **values), _unknown(environ, values["env_strict"])
 
 
 def no_effect(settings: Settings, engine: str) -> list[str]:
-    """One warning for each setting given whose owner is another engine than `engine`."""
-    return [
-        f"{row.name} has no effect on the engine {engine}: it belongs to {', '.join(row.engines)}"
-        for name, row in TABLE.items()
-        if settings.origin(name) != "default" and row.engines != ALL and engine not in row.engines
-    ]
+    """One warning for each variable and flag given whose owner is another engine than `engine`."""
+    idle = [(row.name, row.engines) for row in VARIABLES if row.name in settings.given and not row.serves(engine)]
+    for rows in (TABLE[name] for name in settings.flags):
+        if not any(row.serves(engine) for row in rows):
+            idle.append((rows[0].flag, rows[0].engines))
+    return [f"{name} has no effect on the engine {engine}: it belongs to {', '.join(owner)}" for name, owner in idle]
 
 
-def _checked(row: Variable, value: Any, read: Any, where: str) -> Any:
+def _widest(rows: Sequence[Variable], value: Any) -> Any:
+    """The first setting that a row makes of a flag's value. Raises UsageError when no row takes it."""
+    rows = [row for row in rows if row.flag] or rows
+    for row in rows[:-1]:
+        try:
+            return row.kind.check(value)
+        except (ValueError, KeyError, OverflowError):
+            continue  # another engine's range may be wider
+    ranges = {row.kind.range: row.engines for row in rows}
+    words = ", ".join(f"{words} ({', '.join(engines)})" for words, engines in ranges.items())
+    return _checked(rows[-1], value, rows[-1].kind.check, rows[0].flag, hint=words if len(ranges) > 1 else "")
+
+
+def _checked(row: Variable, value: Any, read: Callable[[Any], Any], where: str, own: str = "", hint: str = "") -> Any:
     try:
         return read(value)
     except (ValueError, KeyError, OverflowError):
         shown = ascii(value) if isinstance(value, str) else value
-        raise UsageError(f"{shown} is out of range", where, f"give {row.kind.range}") from None
+        raise UsageError(f"{shown} is out of range{own}", where, f"give {hint or row.kind.range}") from None
 
 
 def _unknown(environ: Mapping[str, str], strict: bool) -> list[str]:
     """One warning a variable that carries our prefix and is no row of the table."""
-    known = {row.name for row in TABLE.values()}
+    known = {row.name for row in VARIABLES}
     idle = [f"{name} has no effect: {why}" for name, why in _ELSEWHERE.items() if name in environ]
-    ours = tuple(_OWNED)
-    names = sorted(n for n in environ if n.startswith(ours) and n not in known and n not in _ELSEWHERE)
+    names = sorted(n for n in environ if n.startswith(_OURS) and n not in known and n not in _ELSEWHERE)
     warnings = [_describe(name, known) for name in names]
     if warnings and strict:
         raise UsageError("; ".join(warnings), "COLI_ENV_STRICT=1", "`coli env` lists every variable")
@@ -364,8 +277,4 @@ def _describe(name: str, known: set[str]) -> str:
     from difflib import get_close_matches
 
     nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.0)[0]
-    engine = next(owner for prefix, owner in _OWNED.items() if name.startswith(prefix))
-    why = "is no variable of coli"
-    if engine and engine not in ENGINES:
-        why = f"has no effect: it belongs to the engine {engine}, which this version does not have"
-    return f"{ascii(name)[1:-1]} {why}; the nearest known name is {nearest}"
+    return f"{ascii(name)[1:-1]} is no variable of coli; the nearest known name is {nearest}"

@@ -12,8 +12,8 @@ the times k drafts were written in. What the trace does not hold is extrapolated
     a_j   the gate's priors
     D(k)  the line through the measured ones, in proportion where there is one only
 
-A row for "all" mixes the sources as the trace did: the forwards that carried a source's drafts carry k of them (the
-head at most its three), the plain ones stay plain. That answers for a trace as a whole, not for what a gate would do.
+A row for "all" mixes the sources as the trace did: the forwards that carried a source's drafts carry k of them (no
+more than the source can), the plain ones stay plain. That answers for a trace as a whole, not for what a gate would do.
 
 A writer that meets a full disk stops writing, and says so once, when it is closed: the answer is not lost for it.
 Guarded by tests/speculation/test_trace.py.
@@ -33,11 +33,12 @@ from types import TracebackType
 from typing import Any
 
 from coli.errors import ColiError, UsageError
+from coli.settings import MOST_DRAFTS
 from coli.speculation.gate import LATER_PRIOR, MOST_RHO, PRIOR_WEIGHT, PRIORS, RHO_PRIOR
-from coli.speculation.options import MOST_LOOKUP_DRAFTS, MOST_MTP_DRAFTS, Speculation
+from coli.speculation.options import MOST_LOOKUP_DRAFTS, Speculation
 
 MARK, VERSION = "coli_trace", 1
-MOST = {"mtp": MOST_MTP_DRAFTS, "lookup": MOST_LOOKUP_DRAFTS}  # drafts of each source, and the sources there are
+SOURCES = ("mtp", "lookup")
 ALL = "all"
 _LONGEST = 1e9  # seconds that a replay reckons with
 MOST_WRITTEN = 9
@@ -90,8 +91,8 @@ class Record:
             and _is_number(self.draft_seconds) and self.draft_seconds >= 0
         )
         yield "ended is true or false", isinstance(self.ended, bool)
-        yield f"source is {', '.join(MOST)} or null, null without drafts", (
-            self.source is None if self.k == 0 else isinstance(self.source, str) and self.source in MOST
+        yield f"source is {', '.join(SOURCES)} or null, null without drafts", (
+            self.source is None if self.k == 0 else isinstance(self.source, str) and self.source in SOURCES
         )
         yield "no more than 9 drafts are written", self.written <= MOST_WRITTEN
         yield "accepted <= judged <= k <= written, judged <= accepted + 1", (
@@ -202,6 +203,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
         raise _wrong(path, 1, f"is a trace of version {header[MARK]}, this coli reads version {VERSION}")
     if not (_is_name(header.get("model")) and _is_name(header.get("engine")) and _is_count(header.get("threads"))):
         raise _wrong(path, 1, "model and engine are names, threads a number")
+    if not 1 <= most(header) <= max(MOST_DRAFTS.values()):
+        raise _wrong(path, 1, "speculation.most is no number of drafts that an engine has")
     records = []
     for number, line in enumerate(lines[1:], 2):
         try:
@@ -209,6 +212,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
         except ValueError as error:
             raise _wrong(path, number, str(error)) from error
     return header, records
+
+
+def most(header: Mapping[str, Any]) -> int:
+    """Drafts that the head of a trace's engine can write; 0 for a header that gives no number. Older traces, which say
+    nothing, are qwen38's."""
+    said = header.get("speculation")
+    value = said.get("most", MOST_DRAFTS["qwen38"]) if isinstance(said, dict) else MOST_DRAFTS["qwen38"]
+    return value if type(value) is int else 0
 
 
 def _json(path: Path, number: int, line: bytes) -> object:
@@ -248,25 +259,29 @@ class _Cost:
     guessed: tuple[str, ...] = ()
 
 
-def replay(records: Sequence[Record], depths: Iterable[int] = range(MOST_LOOKUP_DRAFTS + 1)) -> list[ReplayRow]:
+def replay(
+    records: Sequence[Record], depths: Iterable[int] | None = None, head: int = MOST_DRAFTS["qwen38"]
+) -> list[ReplayRow]:
     """Rows for each source the trace has drafts of, then for all its forwards together; none for an empty trace.
 
-    Depths that a source cannot have are left out of its rows."""
+    `head`: drafts of it at most (`most` of the header). Depths that a source cannot have are left out of its rows."""
     if not records:
         return []
-    times, depths = _Times(records), list(depths)
-    sources = {name: _Source(name, [r for r in records if r.source == name]) for name in MOST}
+    limits = {"mtp": head, "lookup": MOST_LOOKUP_DRAFTS}
+    times = _Times(records)
+    depths = list(range(max(limits.values()) + 1) if depths is None else depths)
+    sources = {name: _Source(name, [r for r in records if r.source == name]) for name in SOURCES}
     sources = {name: source for name, source in sources.items() if source.records}
     rows = [
         _row(name, depth, source.cost(depth, times), times)
         for name, source in sources.items()
         for depth in depths
-        if depth <= MOST[name]
+        if depth <= limits[name]
     ]
     plain = sum(record.source is None for record in records)
     for depth in depths if sources else [0]:
         parts = [(plain, _Cost(1.0, times.plain))]
-        parts += [(len(s.records), s.cost(min(depth, MOST[name]), times)) for name, s in sources.items()]
+        parts += [(len(s.records), s.cost(min(depth, limits[name]), times)) for name, s in sources.items()]
         rows.append(_row(ALL, depth, _mixed(parts), times))
     return rows
 

@@ -1,7 +1,7 @@
 """Flags that several commands share, and the settings they make.
 
-The five flags of the settings table are spelled here once; `settings` reads flags and environment and says the
-warnings of the table on stderr.
+The flags of the settings table that every model knows are spelled here once; `settings` reads flags and environment
+and says the warnings of the table on stderr.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ Ctx = Annotated[int | None, typer.Option("--ctx", metavar="N", help="Positions k
 Cap = Annotated[int | None, typer.Option("--cap", metavar="N", help="Experts kept in memory per layer.")]
 Ram = Annotated[float | None, typer.Option("--ram", metavar="GB", help="Memory budget, in GB.")]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="Compute threads [physical cores].")]
+Trunk = Annotated[
+    str | None,
+    typer.Option("--trunk", metavar="stored|int8", help="Dense float weights as stored, or as int8 rows [stored]."),
+]
+Experts = Annotated[
+    str | None,
+    typer.Option("--experts", metavar="stored|int4|int8", help="Routed experts as stored, or quantised [stored]."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")]
 

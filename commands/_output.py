@@ -37,6 +37,11 @@ class Output:
         self._open = False  # the result's last line on stdout has no end yet
         check_file(file) if file is not None else _check_stdout()
 
+    @property
+    def terminal(self) -> bool:
+        """Whether stderr is a terminal that can rewrite a line."""
+        return self._tty
+
     # ---- stdout --------------------------------------------------------------------------------------------------
 
     def piece(self, text: str) -> None:

@@ -11,16 +11,26 @@ if TYPE_CHECKING:
     from coli.settings import Settings
 
 Mtp = Annotated[
-    bool | None, typer.Option("--mtp/--no-mtp", help="Draft with the checkpoint's own head [where it has one].")
+    bool | None,
+    typer.Option("--mtp/--no-mtp", help="Draft with the checkpoint's own head [qwen38: where it has one; qwen36: no]."),
 ]
 Drafts = Annotated[
-    str | None, typer.Option("--drafts", metavar="N|auto", help="Drafts of the head in every verify [2].")
+    str | None,
+    typer.Option("--drafts", metavar="N|auto", help="Drafts of the head in every verify: qwen38 up to 3 [2], qwen36 up "
+                 "to 7 [1]; auto is the gate's pick."),
+]
+Pmin = Annotated[
+    float | None,
+    typer.Option("--pmin", metavar="P", help="The head stops at a draft less likely than this (qwen36) [0]."),
 ]
 MtpVocab = Annotated[
     int | None, typer.Option("--mtp-vocab", metavar="N", help="Tokens the head scores; 0 is all [16000].")
 ]
+MtpVocabIds = Annotated[
+    Path | None, typer.Option("--mtp-vocab-ids", metavar="FILE", help="A fixed list of ids for the head (qwen36).")
+]
 MtpWiring = Annotated[
-    str | None, typer.Option("--mtp-wiring", metavar="a|b", help="The norm of the head's input [b].")
+    str | None, typer.Option("--mtp-wiring", metavar="a|b", help="The norm of the head's input (qwen38) [b].")
 ]
 MtpCap = Annotated[
     int | None, typer.Option("--mtp-cap", metavar="N", help="Experts of the head kept in memory [as a layer's].")
@@ -32,7 +42,7 @@ UsageSave = Annotated[
     bool | None, typer.Option("--usage-save/--no-usage-save", help="Save what was learned for later runs [yes].")
 ]
 Pstep = Annotated[
-    bool | None, typer.Option("--pstep/--no-pstep", help="Trim drafts the head is unsure of [no].")
+    bool | None, typer.Option("--pstep/--no-pstep", help="Trim drafts the head is unsure of [qwen38 no, qwen36 yes].")
 ]
 Lookup = Annotated[
     bool | None, typer.Option("--lookup/--no-lookup", help="Draft by copying from earlier in the text [yes].")
@@ -50,13 +60,12 @@ Trace = Annotated[
 def check_force(settings: Settings, *, reference: bool) -> None:
     """Raise UsageError for a FORCE variable without a reference to draft from, or whose source is off."""
     from coli.errors import UsageError
-    from coli.settings import TABLE
+    from coli.settings import ENGINES, TABLE
 
-    for name, on, flag in (("mtp_force", settings.mtp is not False, "--no-mtp"),
-                           ("lookup_force", settings.lookup, "--no-lookup")):  # fmt: skip
-        if getattr(settings, name) is None:
-            continue
-        if not reference:
-            raise UsageError("only acts with --reference", TABLE[name].name, "unset it, or give a reference")
-        if not on:
-            raise UsageError(f"forces drafts that {flag} turns off", TABLE[name].name, "give one of the two")
+    for name, source, flag in (("mtp_force", "mtp", "--mtp"), ("lookup_force", "lookup", "--lookup")):
+        for row in (row for row in TABLE[name] if row.name in settings.given):
+            if not reference:
+                raise UsageError("only acts with --reference", row.name, "unset it, or give a reference")
+            if all(settings.read(source, engine) is False for engine in ENGINES if row.serves(engine)):
+                raise UsageError(f"forces drafts of a source that is off ({flag} turns it on)", row.name,
+                                 "give both or none")  # fmt: skip

@@ -1,7 +1,7 @@
 """The command line: which commands there are, and the one way in and out of the process.
 
 Every command's module imports nothing but Typer and its flags at the top, so `coli --help` costs Python, Typer and
-reading seven small files; engines, NumPy and Numba are imported by the command that needs them, when it runs. Help is
+reading eight small files; engines, NumPy and Numba are imported by the command that needs them, when it runs. Help is
 Typer's plain one: the rich form adds more start time than everything else together.
 Guarded by tests/cli/test_app.py (start time, and that no heavy module is loaded by help).
 """
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from coli.commands import bench, env, info, run, warmup
+from coli.commands import bench, convert, env, info, run, warmup
 from coli.commands._errors import guarded
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command()(info.info)
+app.command()(convert.convert)
 app.command()(env.env)
 app.command()(warmup.warmup)
 app.command()(bench.bench)

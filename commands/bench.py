@@ -40,10 +40,12 @@ class Form(StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured and how it is shown. `plot` TERMINAL: bars on stdout; None: bars where that is a terminal."""
+    """What is measured and how it is shown. `named`: the user chose the arms. `plot` TERMINAL: bars on stdout; None:
+    bars where that is a terminal."""
 
     prompts: list[Prompt]
     arms: list[Arm]
+    named: bool
     repeats: int
     max_tokens: int
     temperature: float | None
@@ -66,10 +68,10 @@ def bench(
         list[Path] | None, typer.Option("--prompt-file", metavar="FILE", help="A prompt from a file; may be repeated.")
     ] = None,
     arms: Annotated[
-        str,
-        typer.Option("--arms", metavar="A,B,...", help="off; 1, 2, 3 (drafts of the MTP head); auto (the gate's depth, "
-                     "and lookup); lookup; mtp+lookup (2 drafts, and lookup)."),
-    ] = "off,1,2,3,auto,lookup,mtp+lookup",
+        str | None,
+        typer.Option("--arms", metavar="A,B,...", help="off; 1, 2, 3 (drafts of the MTP head; qwen36 up to 7); auto "
+                     "(the gate's depth, and lookup); lookup; mtp+lookup (2 drafts, and lookup) [all of them]."),
+    ] = None,
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Timed answers of each arm.")] = 5,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=2, help="Tokens of an answer at most.")
@@ -93,9 +95,12 @@ def bench(
         typer.Option("--replay", metavar="TRACE", help="Measure nothing: say what each depth would have cost in a "
                      "trace of `coli run --trace`."),
     ] = None,
+    mtp: _speculation.Mtp = None,
     mtp_vocab: _speculation.MtpVocab = None,
+    mtp_vocab_ids: _speculation.MtpVocabIds = None,
     mtp_wiring: _speculation.MtpWiring = None,
     mtp_cap: _speculation.MtpCap = None,
+    pmin: _speculation.Pmin = None,
     pstep: _speculation.Pstep = None,
     lookup_drafts: _speculation.LookupDrafts = None,
     gate: _speculation.Gate = None,
@@ -104,6 +109,8 @@ def bench(
     cap: _options.Cap = None,
     ram: _options.Ram = None,
     threads: _options.Threads = None,
+    trunk: _options.Trunk = None,
+    experts: _options.Experts = None,
     quiet: _options.Quiet = False,
 ) -> None:  # fmt: skip
     """Measure decoding with and without drafts: arms in turn, on one loaded model.
@@ -115,8 +122,9 @@ def bench(
     from coli.commands._output import Output
 
     settings, warnings = _options.settings(
-        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, mtp_vocab=mtp_vocab, mtp_wiring=mtp_wiring,
-        mtp_cap=mtp_cap, mtp_pstep=pstep, lookup_drafts=lookup_drafts, gate=gate,
+        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, trunk=trunk, experts=experts, mtp=mtp,
+        mtp_vocab=mtp_vocab, mtp_vocab_ids=mtp_vocab_ids, mtp_wiring=mtp_wiring, mtp_cap=mtp_cap, mtp_pmin=pmin,
+        mtp_pstep=pstep, lookup_drafts=lookup_drafts, gate=gate,
     )  # fmt: skip
     out = Output(quiet=quiet, color=not settings.no_color)
     out.lines(warnings)
@@ -127,8 +135,8 @@ def bench(
     from coli.bench.arms import parse
 
     plan = Plan(
-        _prompts(task or [], prompt or [], prompt_file or []), parse(arms), repeat, max_tokens, temp, seed,
-        output, plot, color=not settings.no_color,
+        _prompts(task or [], prompt or [], prompt_file or []), parse(arms), arms is not None, repeat, max_tokens,
+        temp, seed, output, plot, color=not settings.no_color,
     )  # fmt: skip
     _check(plan)
     code = _measure(plan, settings, out)
@@ -181,6 +189,7 @@ def _measure(plan: Plan, settings: Settings, out: Output) -> int:
     from coli.bench.arms import BASELINE, baseline, opening, runnable
     from coli.bench.environment import environment
     from coli.engine import Engine
+    from coli.settings import MOST_DRAFTS
 
     engine = Engine.open(opening(settings, plan.arms), on_progress=out.progress)
     try:
@@ -189,7 +198,10 @@ def _measure(plan: Plan, settings: Settings, out: Output) -> int:
             out.note(_options.NO_MODEL)
         out.lines(engine.notes)
         out.note(engine.banner())
-        arms, notes = runnable(plan.arms, head=engine.head is not None)
+        settings = settings.resolve(engine.name)  # the user's: those of the engine hold what the arms need
+        arms, notes = runnable(
+            plan.arms, named=plan.named, head=engine.head is not None, most=MOST_DRAFTS[engine.name]
+        )
         out.lines(notes)
         if (against := baseline(arms)) != BASELINE:
             out.note(f"arm {BASELINE} is not measured: ratios are against arm {against}")
@@ -273,10 +285,10 @@ def _replay(trace: Path, form: Form, out: Output, *, color: bool) -> None:
 
     from coli.bench import render
     from coli.commands import _bench_view as view
-    from coli.trace import read, replay
+    from coli.trace import most, read, replay
 
     header, records = read(trace)
-    rows = replay(records)
+    rows = replay(records, head=most(header))
     people = form in (Form.TABLE, Form.MD)
     document = {"kind": "replay", "trace": str(trace), "header": header, "forwards": len(records),
                 "rows": [asdict(row) for row in rows]}  # fmt: skip

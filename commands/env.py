@@ -32,24 +32,32 @@ def env(
 
 
 def table(settings: Settings) -> list[dict[str, Any]]:
-    """One row a variable; `unset` says in words what a value of None means."""
-    from coli.settings import TABLE, Settings
+    """One row a variable; `unset` says in words what a value of None means. A field that every engine has for itself
+    has a row for each: which one acts is known when a model is open."""
+    from coli.settings import TABLE
 
-    blank = Settings()
     return [
         {
             "name": row.name,
-            "value": _show(row, getattr(settings, field)),
-            "origin": settings.origin(field),
-            "default": _show(row, getattr(blank, field)),
+            "value": _show(row, value),
+            "origin": origin,
+            "default": _show(row, row.default),
             "unset": row.unset or None,
             "range": row.kind.range,
             "engines": list(row.engines),
             "flag": row.flag or None,
             "meaning": row.help,
         }
-        for field, row in TABLE.items()
-    ]
+        for field, rows in TABLE.items() for row in rows
+        for value, origin in [_given(settings, field, row)]
+    ]  # fmt: skip
+
+
+def _given(settings: Settings, field: str, row: Variable) -> tuple[Any, str]:
+    """(what the row gives the field, where that comes from)."""
+    if field in settings.flags:
+        return getattr(settings, field), "flag"
+    return (settings.given[row.name], "variable") if row.name in settings.given else (row.default, "default")
 
 
 def _show(row: Variable, value: Any) -> str | None:

@@ -11,15 +11,16 @@ import typer
 from coli.commands import _options
 
 _USES = {"dense": "dense", "experts": "experts", "table": "n-gram table", "mtp": "draft head", "ignored": "vision"}
+_SIZES = (*_USES, "expert_record")
 
 
 def info(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A checkpoint folder or a Hugging Face id.")
+        str | None, typer.Argument(metavar="[MODEL]", help="A checkpoint folder, a .gguf file or a Hugging Face id.")
     ] = None,
     json: _options.Json = False,
 ) -> None:
-    """Describe a model: geometry, formats, sizes, draft head. No weights are read."""
+    """Describe a model: geometry, format, types, quantisation, sizes, draft head. No weights are read."""
     from coli.commands._output import Output
     from coli.models.find import find
 
@@ -35,24 +36,29 @@ def info(
         out.text("\n".join(_lines(facts)))
 
 
-def describe(folder: Path) -> dict[str, Any]:
+def describe(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint as plain JSON values. Raises ModelError for one that would not load."""
     from coli.formats.checkpoint import Checkpoint
-    from coli.models import qwen38_layout as layout
+    from coli.models import families
+    from coli.models.describe import describe as describe_checkpoint
 
-    with Checkpoint.open(folder) as checkpoint:
-        geometry = layout.geometry(checkpoint.config, folder / "config.json")
-        layout.check(checkpoint, geometry)
-        sizes = asdict(layout.sizes(checkpoint, geometry))
-        types = sizes.pop("types")
+    with Checkpoint.open(path) as checkpoint:
+        family = families.family_of(checkpoint)
+        geometry = family.geometry(checkpoint.config, checkpoint.config_path)
+        family.check(checkpoint, geometry)
+        found = describe_checkpoint(checkpoint, geometry, family.name)
         return {
-            "path": str(folder),
-            "engine": "qwen38",
-            "model_type": checkpoint.config.get("model_type"),
-            "mtp_head": layout.has_mtp(checkpoint),
+            "path": str(path),
+            "engine": found.engine,
+            "model_type": found.model_type,
+            "architecture": found.architecture,
+            "format": found.format,
+            "quantisation": found.quantisation,
+            "mtp_head": found.head is not None,
+            "head": found.head,
             "geometry": {name: _plain(value) for name, value in asdict(geometry).items()},
-            "formats": {dtype: {"tensors": count, "bytes": nbytes} for dtype, (count, nbytes) in types.items()},
-            "sizes": sizes,
+            "formats": {dtype: {"tensors": number, "bytes": nbytes} for dtype, (number, nbytes) in found.types.items()},
+            "sizes": {name: getattr(found, name) for name in _SIZES},
             "total_bytes": checkpoint.nbytes,
         }
 
@@ -62,30 +68,50 @@ def _plain(value: Any) -> Any:
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
-    from coli.report import count, size
+    from coli.report import size
 
     g, sizes = facts["geometry"], facts["sizes"]
+    parts = [f"{label} {size(sizes[key])}" for key, label in _USES.items() if sizes[key]]
+    streams = f" x {g['streams']} residual streams" if "streams" in g else ""
+    indexer = f"; indexer budget {g['index_budget']:,} tokens" if "index_budget" in g else ""
+    rows = {
+        "model": facts["path"],
+        "engine": ", ".join(filter(None, (f"{facts['engine']} ({facts['model_type']})", facts["architecture"]))),
+        "layers": _layers(g),
+        "width": f"hidden {g['hidden']}{streams}, vocabulary {g['vocab']:,}",
+        "attention": f"{g['heads']} heads on {g['kv_heads']} of {g['head_dim']}{indexer}",
+        "experts": _experts(g, sizes["expert_record"]),
+        "n-grams": f"on layers {', '.join(map(str, g['ple_layers']))}" if g.get("ple_layers") else "",
+        "context": f"up to {g['max_context']:,} positions",
+        "format": facts["format"],
+        "quantised": facts["quantisation"],
+        "types": _types(facts["formats"]),
+        "size": f"{size(facts['total_bytes'])}: {', '.join(parts)}",
+        "draft head": f"yes: {facts['head']}" if facts["mtp_head"] else "no",
+    }
+    return [f"{name:<12}{value}" for name, value in rows.items() if value]
+
+
+def _layers(g: dict[str, Any]) -> str:
     kinds = g["layer_types"]
     names = {name: kinds.count(name) for name in dict.fromkeys(kinds)}
     layers = ", ".join(f"{number} {'DeltaNet' if name == 'gdn' else name}" for name, number in names.items())
-    formats = ", ".join(
-        f"{dtype} {size(row['bytes'])} in {count(row['tensors'], 'tensor')}"
-        for dtype, row in sorted(facts["formats"].items(), key=lambda item: -item[1]["bytes"])
-    )
-    parts = [f"{label} {size(sizes[key])}" for key, label in _USES.items() if sizes[key]]
-    rows = {
-        "model": facts["path"],
-        "engine": f"{facts['engine']} ({facts['model_type']})",
-        "layers": f"{g['layers']}: {layers}",
-        "width": f"hidden {g['hidden']} x {g['streams']} residual streams, vocabulary {g['vocab']:,}",
-        "attention": f"{g['heads']} heads on {g['kv_heads']} of {g['head_dim']}; "
-                     f"indexer budget {g['index_budget']:,} tokens",
-        "experts": f"{g['experts']} a layer, {g['top_k']} used a token, inner width {g['moe_inter']}; "
-                   f"one is {size(sizes['expert_record'])}",
-        "n-grams": f"on layers {', '.join(map(str, g['ple_layers']))}" if g["ple_layers"] else "none",
-        "context": f"up to {g['max_context']:,} positions",
-        "formats": formats,
-        "size": f"{size(facts['total_bytes'])}: {', '.join(parts)}",
-        "draft head": "yes, left unread in this version" if facts["mtp_head"] else "no",
-    }  # fmt: skip
-    return [f"{name:<12}{value}" for name, value in rows.items()]
+    return f"{g['layers']}: {layers}"
+
+
+def _experts(g: dict[str, Any], record: int) -> str:
+    from coli.report import count, size
+
+    mlps = g.get("mlp_types", [])
+    routed = f"{g['experts']} a layer, {g['top_k']} used a token, inner width {g['moe_inter']}"
+    parts = [routed if g["experts"] else "none", f"one is {size(record)}" if record else ""]
+    if "dense" in mlps:
+        parts.append(f"a dense MLP of inner width {g['dense_inter']} in {count(mlps.count('dense'), 'layer')}")
+    return "; ".join(filter(None, parts))
+
+
+def _types(formats: dict[str, Any]) -> str:
+    from coli.report import count, size
+
+    largest = sorted(formats.items(), key=lambda item: -item[1]["bytes"])
+    return ", ".join(f"{dtype} {size(row['bytes'])} in {count(row['tensors'], 'tensor')}" for dtype, row in largest)

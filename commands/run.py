@@ -99,9 +99,13 @@ def run(
     cap: _options.Cap = None,
     ram: _options.Ram = None,
     threads: _options.Threads = None,
+    trunk: _options.Trunk = None,
+    experts: _options.Experts = None,
     mtp: _speculation.Mtp = None,
     drafts: _speculation.Drafts = None,
+    pmin: _speculation.Pmin = None,
     mtp_vocab: _speculation.MtpVocab = None,
+    mtp_vocab_ids: _speculation.MtpVocabIds = None,
     mtp_wiring: _speculation.MtpWiring = None,
     mtp_cap: _speculation.MtpCap = None,
     vocab_usage: _speculation.VocabUsage = None,
@@ -126,9 +130,10 @@ def run(
     from coli.commands._output import Output, check_file
 
     settings, warnings = _options.settings(
-        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, mtp=mtp, drafts=drafts, mtp_vocab=mtp_vocab,
-        mtp_wiring=mtp_wiring, mtp_cap=mtp_cap, vocab_usage=vocab_usage, usage_save=usage_save, mtp_pstep=pstep,
-        lookup=lookup, lookup_drafts=lookup_drafts, gate=gate,
+        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, trunk=trunk, experts=experts, mtp=mtp, drafts=drafts,
+        mtp_pmin=pmin, mtp_vocab=mtp_vocab, mtp_vocab_ids=mtp_vocab_ids, mtp_wiring=mtp_wiring, mtp_cap=mtp_cap,
+        vocab_usage=vocab_usage, usage_save=usage_save, mtp_pstep=pstep, lookup=lookup, lookup_drafts=lookup_drafts,
+        gate=gate,
     )  # fmt: skip
     out = Output(quiet=quiet, color=not settings.no_color, file=output)
     out.lines(warnings)
@@ -214,7 +219,7 @@ def _answer(asked: Ask | Reference, settings: Settings, out: Output, form: Form)
         out.note(engine.banner())
         if trace is not None:
             trace.start(model=engine.model_path.name, engine=engine.name, threads=engine.threads,
-                        speculation=Speculation.of(settings))  # fmt: skip
+                        speculation=Speculation.of(engine.settings))  # fmt: skip
         if isinstance(asked, Ask):
             code = _one(engine, request(asked, engine, out), out, form, trace)
         else:

@@ -108,15 +108,19 @@ def play(side: str) -> dict[str, Any]:
     """The reduced set: every kind of engine of the harness, forced and random drafts."""
     fence, began = Fence(side), time.perf_counter()
     fence.install()
+    from coli.settings import MOST_DRAFTS
     from coli.speculation.options import Speculation
     from tests.speculation import harness
-    from tests.speculation.engines import ENGINES, Engines
+    from tests.speculation.engines import ENGINES, ENGINES36, Engines
 
     with tempfile.TemporaryDirectory() as folder:
         engines = Engines(Path(folder))
-        for name in ENGINES:
+        for name in (*ENGINES, *ENGINES36):
             recording = engines.recording(name, 1)
-            for options in (Speculation(drafts=3, lookup=False, gate=False, mtp_force="cycle"), Speculation(drafts=0)):
+            most, lookup = MOST_DRAFTS[recording.engine.name], recording.engine.head is None
+            forced = Speculation(drafts=most, most=most, lookup=lookup, gate=False, mtp_force="cycle",
+                                 lookup_force="cycle")  # fmt: skip
+            for options in (forced, Speculation(drafts=0, most=most)):
                 harness.compare(recording, options, name)
             for seed in range(2):
                 harness.fuzz(recording, seed, name)

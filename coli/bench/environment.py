@@ -1,7 +1,7 @@
 """What the numbers belong to: machine, versions, weights, settings, and how busy the machine was.
 
-The weights are named by a SHA-256 over config.json and the headers of the safetensors files (names, shapes, types and
-offsets, not the data): it tells two checkpoints of other geometry or format apart in no time, not two trainings of one
+The weights are named by a SHA-256 over config.json and the headers of the safetensors files, or those of a GGUF (names,
+shapes, types and offsets, not the data): it tells two checkpoints of other geometry or format apart in no time, not two trainings of one
 model.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from coli.formats.checkpoint import Checkpoint
 from coli.program.cpu import usable_cpus
 from coli.settings import TABLE, Settings
 
@@ -27,7 +29,8 @@ _PACKAGES = ("coli", "numpy", "numba", "llvmlite")
 
 
 def environment(engine: Engine, settings: Settings) -> dict[str, Any]:
-    """The block as JSON values. `settings` are the user's; `load` is the load average over 1, 5 and 15 minutes."""
+    """The block as JSON values. `settings` are the user's, for this engine; `load` is the load average over 1, 5 and 15
+    minutes."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),
@@ -62,9 +65,10 @@ def lines(block: dict[str, Any]) -> list[str]:
 
 
 def given(settings: Settings) -> dict[str, str]:
-    """The settings that a flag or a variable set, by the variable's name."""
+    """The settings that a flag or a variable set, by the variable's name; `settings` are an engine's."""
     chosen = {name: getattr(settings, name) for name in TABLE if settings.origin(name) != "default"}
-    return {TABLE[name].name: TABLE[name].kind.show(value) for name, value in chosen.items() if value is not None}
+    rows = {name: settings.row(name) for name, value in chosen.items() if value is not None}
+    return {row.name: row.kind.show(chosen[name]) for name, row in rows.items() if row.serves(settings.engine)}
 
 
 def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
@@ -79,16 +83,30 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-def fingerprint(folder: Path) -> str:
-    """SHA-256 in hex over config.json and every safetensors header, each behind its file name and length."""
+def fingerprint(model: Path) -> str:
+    """SHA-256 in hex over config.json and every safetensors header, or the headers of every part of a GGUF file, each
+    behind its file name and length."""
     digest = hashlib.sha256()
-    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        data = path.read_bytes() if path.suffix == ".json" else _header(path)
+    for path, data in _gguf_headers(model) if model.is_file() else _folder_headers(model):
         digest.update(f"{path.name}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()
 
 
-def _header(path: Path) -> bytes:
-    """The JSON text behind the 8 bytes that hold its length (the safetensors format); the open checked it."""
-    with open(path, "rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little"))
+def _folder_headers(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """config.json, and of every safetensors file the JSON text behind the 8 bytes that hold its length; the open
+    checked it."""
+    yield folder / "config.json", (folder / "config.json").read_bytes()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            yield path, file.read(int.from_bytes(file.read(8), "little"))
+
+
+def _gguf_headers(model: Path) -> Iterator[tuple[Path, bytes]]:
+    """Of every part what stands before its first tensor's data."""
+    ends: dict[Path, int] = {}
+    with Checkpoint.open(model) as checkpoint:
+        for tensor in checkpoint.tensors.values():
+            ends[tensor.path] = min(tensor.offset, ends.get(tensor.path, tensor.offset))
+    for path, end in sorted(ends.items()):
+        with open(path, "rb") as file:
+            yield path, file.read(end)

@@ -34,7 +34,7 @@ from coli.speculation.force import forced
 from coli.speculation.gate import Gate
 from coli.speculation.lookup import Lookup
 from coli.speculation.mtp import Head, HeadPlace, MtpSource
-from coli.speculation.options import MOST_MTP_DRAFTS, Speculation
+from coli.speculation.options import Speculation
 from coli.speculation.report import SpeculationReport, VocabularyReport, acceptance_warning
 from coli.speculation.tally import Tally
 from coli.state import Snapshot, State
@@ -53,7 +53,7 @@ class Model(Protocol):
 
 
 class Vocabulary(Protocol):
-    """The list a head scores (coli/speculation/vocabulary.py)."""
+    """The list a head scores, learned or fixed (coli/speculation/vocabulary.py)."""
 
     def begin(self, conversation: Sequence[int]) -> None: ...
     def read(self, tokens: Sequence[int]) -> None: ...
@@ -281,7 +281,8 @@ class Decoder:
 
     # ---- proposals
     def _propose(self, token: int) -> _Proposal:
-        """What the next verify carries: the source of the higher value, the longer on a tie (section 3)."""
+        """What the next verify carries: the source of the higher value; on a tie the longer, or, where the head's must
+        be strictly better, the copied one (section 3)."""
         room = self.state.ctx - self.state.length - 1
         if self._most is not None:
             room = min(room, self._most - self._tokens - 2)  # without this pick and the last
@@ -289,7 +290,7 @@ class Decoder:
             return _Proposal()
         copied, copied_k, copied_value = self._look_up(room)
         depth, value = self._depth(room)
-        if copied_k and (not depth or (copied_value, copied_k) > (value, depth)):
+        if copied_k and (not depth or self._copies((copied_value, copied_k), (value, depth))):
             if depth:
                 self.gate.outdone("mtp")
             self._shadow = None
@@ -299,6 +300,10 @@ class Decoder:
         if copied and self._shadow is None:
             self._shadow = _Shadow(copied)
         return self._draft(token, depth) if depth else _Proposal()
+
+    def _copies(self, copied: tuple[float, int], drafted: tuple[float, int]) -> bool:
+        """Whether the copied proposal is carried before the head's; both are (value, drafts)."""
+        return copied[0] >= drafted[0] if self.options.strict else copied > drafted
 
     def _look_up(self, room: int) -> tuple[list[int], int, float]:
         """(proposal, how much of it is worth carrying, its value)."""
@@ -320,7 +325,7 @@ class Decoder:
         """(drafts the head shall write, their value)."""
         if self.mtp is None or self.mtp.warning is not None:
             return 0, 0.0
-        most = min(self.options.drafts or MOST_MTP_DRAFTS, room)
+        most = min(self.options.drafts or self.options.most, room)
         if self.options.drafts or not self.options.gate:
             return most, self.gate.value("mtp", most)
         return self.gate.pick("mtp", most)
@@ -332,11 +337,13 @@ class Decoder:
             if not fixed:
                 return _Proposal()
             depth = len(fixed)
-        trims = self.options.pstep and self.options.gate and self.options.drafts >= 2
+        trims, least = self.options.trims, self.options.pmin
         if trims and self.gate.wants_plain():
             return _Proposal()
-        more = (lambda p: self.gate.deeper_p("mtp", p)) if trims else None
-        written = self.mtp.write(self.state, token, depth, forced=fixed, more=more)
+        written = self.mtp.write(
+            self.state, token, depth, forced=fixed,
+            more=lambda p: p[-1] >= least and (not trims or self.gate.deeper_p("mtp", p)),
+        )  # fmt: skip
         if written is None:
             return _Proposal()
         self._bytes += written.bytes
@@ -344,7 +351,11 @@ class Decoder:
         if len(written.tokens) > 1:
             self.gate.draft_cost("mtp", written.deeper_s / (len(written.tokens) - 1))
         self._tallies["mtp"].wrote(len(written.tokens))
-        kept = self.gate.pick_p("mtp", written.p, fixed=depth)[0] if trims else len(written.tokens)
+        kept = len(written.p)
+        if kept > 1 and written.p[-1] < least:  # which is where the head stopped
+            kept -= 1
+        if trims:
+            kept = self.gate.pick_p("mtp", written.p[:kept], fixed=depth)[0]
         return _Proposal("mtp" if kept else None, written.tokens[:kept], written.p[:kept], len(written.tokens),
                          written.behind_s + written.first_s + written.deeper_s)  # fmt: skip
 
@@ -371,7 +382,8 @@ class Decoder:
         ]
         return SpeculationReport(
             engine=self._engine, tokens=self._tokens, forwards=self._forwards, mtp=mtp, lookup=tallies["lookup"],
-            gate=self.gate.describe(), gate_on=self.options.gate, fixed_depth=self.options.drafts,
+            gate=self.gate.describe(self.options.most if self.mtp is not None else 0), gate_on=self.options.gate,
+            fixed_depth=self.options.drafts, most=self.options.most, head_gated=self.options.head_gated,
             wiring=self._wiring, mtp_force=self.options.mtp_force, lookup_force=self.options.lookup_force,
             ended_mid_verify=self._mid_verify, expert_bytes=self._bytes, rejected_rows=self._rejected_rows,
             rejected_bytes=self._rejected_bytes,

@@ -341,14 +341,15 @@ class Gate:
         """Picks of this turn that went one deeper than the best, to learn. One with nothing deeper to try is none."""
         return self._sources[source].probes
 
-    def describe(self) -> GateReport:
-        """What was measured so far; acceptance of the head if there was ever word of it, else of the lookup."""
+    def describe(self, positions: int = 0) -> GateReport:
+        """What was measured so far; acceptance of the head if there was ever word of it, else of the lookup, at so many
+        positions where they are more than REPORTED."""
         head, plain = self._sources["mtp"], self._times[1].x
         source = head if head.used else self._sources["lookup"]
         rows = [(n, row.x / plain) for n, row in enumerate(self._times) if n > 1 and row.weight and plain]
         return GateReport(
             t1_s=plain or None, rows=tuple(rows), rho=self._rho, draft_s=head.extra.x, first_s=head.first.x,
-            acceptance=tuple(source.by_position.x[:REPORTED]), decided=self._decided,
+            acceptance=tuple(source.by_position.x[: max(positions, REPORTED)]), decided=self._decided,
         )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ MANY = 8
 
 
 class Head(Protocol):
-    """A draft head of a model (coli/models/qwen38_mtp.py). `draft` and `deeper` give (token, probability)."""
+    """A draft head of a model (coli/models/head.py). `draft` and `deeper` give (token, probability). `wiring` is "" where
+    there is only one."""
 
     wiring: str
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from coli.report import count, size
+from coli.settings import PREFIX
 
-MTP_POSITIONS = 3  # the line of the head has a place for each of its drafts, however many a verify carried
+PLACES = 3  # of drafts by position on the head's line, at least
 DOUBT_AFTER, DOUBT_BELOW = 64, 0.05  # carried drafts, acceptance: a sound head is far above it even on noise
 
 
@@ -103,8 +104,14 @@ class VocabularyReport:
     appended: int
     rebuilds: int
     total: int
+    fixed: bool = False  # the list was given, and nothing changes it
 
     def line(self) -> str:
+        if self.fixed:
+            return (
+                f"fixed list of {self.size:,.0f} of {self.total:,} tokens | picks inside "
+                f"{_share(self.inside, self.picks)}"
+            )
         return (
             f"{self.size:,.0f} of {self.total:,} tokens on average | picks inside {_share(self.inside, self.picks)} | "
             f"{count(self.appended, 'id')} appended, {count(self.rebuilds, 'rebuild')}"
@@ -118,13 +125,15 @@ class VocabularyReport:
             "picks_inside": self.inside,
             "appended": self.appended,
             "rebuilds": self.rebuilds,
+            "fixed": self.fixed,
         }
 
 
 @dataclass(frozen=True)
 class SpeculationReport:
     """One answer's drafting. A source that was off is None; `fixed_depth` 0 left the head's depth to the gate.
-    Bytes are file bytes of experts: in the decode forwards, and those that only rows undone afterwards asked for."""
+    Bytes are file bytes of experts: in the decode forwards, and those that only rows undone afterwards asked for.
+    `most`: drafts of the head that a verify can carry; `head_gated`: the gate had a say in how many it does."""
 
     engine: str
     tokens: int
@@ -143,6 +152,8 @@ class SpeculationReport:
     rejected_bytes: int
     vocabulary: VocabularyReport | None
     warnings: tuple[str, ...] = ()
+    most: int = PLACES
+    head_gated: bool = False
 
     @property
     def sources(self) -> tuple[SourceReport, ...]:
@@ -150,7 +161,7 @@ class SpeculationReport:
 
     def lines(self, scope: str = "run") -> list[str]:
         """The lines for stderr; `scope` is "run" or "turn <id>"."""
-        rows = {"MTP": self._mtp(), "lookup": self._lookup()}
+        rows = {"MTP" if self.wiring else "mtp": self._mtp(), "lookup": self._lookup()}
         if self.gate is not None and self.gate.decided:
             rows["spec gate"] = self.gate.line()
         if self.vocabulary is not None:
@@ -162,7 +173,8 @@ class SpeculationReport:
     def to_json(self) -> dict[str, Any]:
         """`speculation` of `coli run --json`."""
         mtp = None if self.mtp is None else {
-            **self.mtp.to_json(), "wiring": self.wiring, "depth": self.fixed_depth or "auto", "force": self.mtp_force,
+            **self.mtp.to_json(), "wiring": self.wiring or None, "depth": self.fixed_depth or "auto",
+            "force": self.mtp_force,
         }  # fmt: skip
         lookup = None if self.lookup is None else {**self.lookup.to_json(), "force": self.lookup_force}
         return {
@@ -198,11 +210,12 @@ class SpeculationReport:
     def _mtp(self) -> str:
         if self.mtp is None:
             return ""
-        force = f", Q38_MTP_FORCE={self.mtp_force}" if self.mtp_force else ""
-        parts = [self._pace(), f"acceptance {_share(self.mtp.accepted, self.mtp.drafts, ' drafts')}",
-                 f"wiring {self.wiring}{force}"]  # fmt: skip
+        force = f", {PREFIX[self.engine]}MTP_FORCE={self.mtp_force}" if self.mtp_force else ""
+        what = f"wiring {self.wiring}" if self.wiring else self._gated(self.mtp, self.head_gated)
+        parts = [self._pace(), f"acceptance {_share(self.mtp.accepted, self.mtp.drafts, ' drafts')}", what + force]
         if self.fixed_depth != 1:
-            seen = [*self.mtp.by_position, *[(0, 0)] * (MTP_POSITIONS - len(self.mtp.by_position))]
+            places = max(self.fixed_depth or self.most, PLACES)
+            seen = [*self.mtp.by_position, *[(0, 0)] * (places - len(self.mtp.by_position))]
             depth = "depth by the gate" if self.gate_on and not self.fixed_depth else "fixed depth"
             text = " ".join(f"{at} {_share(hits, carried)}" for at, (carried, hits) in enumerate(seen, 1))
             parts.append(f"{depth}, by position: {text}")
@@ -213,9 +226,12 @@ class SpeculationReport:
             return ""
         source = self.lookup
         drafts = _share(source.accepted, source.drafts, f" drafts in {source.verifies} verifies")
-        gate = f"gate on, {source.declined} declined, {source.probes} probes" if self.gate_on else "gate off"
         force = f", COLI_LOOKUP_FORCE={self.lookup_force}" if self.lookup_force else ""
+        gate = self._gated(source, self.gate_on)
         return " | ".join([self._pace(), f"acceptance {drafts}", gate + force, *self._ending()])
+
+    def _gated(self, source: SourceReport, on: bool) -> str:
+        return f"gate on, {source.declined} declined, {source.probes} probes" if on else "gate off"
 
     def _pace(self) -> str:
         pace = self.tokens / self.forwards if self.forwards else 0.0

@@ -23,27 +23,36 @@ File (coli/speculation/counts.py) is saved as if the two runs that overlapped ha
 lock the file's counts are read again, halved as often as this process's tokens make due behind the file's own phase,
 and this process's own are added. A file that was refused at the start is reported and never replaced.
 
-Guarded by tests/speculation/test_vocabulary.py (a slow model of these rules over random histories; two processes).
+A list of ids that the user names (Q36_MTP_VOCAB_IDS) takes the place of all this: `FixedVocabulary` has the same face,
+scores those ids, and nothing that is read or picked changes it.
+
+Guarded by tests/speculation/test_vocabulary.py (a slow model of these rules over random histories; two processes) and
+test_fixed_vocabulary.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coli.errors import ColiError
+from coli.errors import ColiError, UsageError
 from coli.models.find import NANO
 from coli.speculation import counts as file
 from coli.speculation.counts import HALVING, Counts
 from coli.speculation.report import VocabularyReport
 
+if TYPE_CHECKING:
+    from coli.settings import Settings
+
 NAME, EXPERTS = ".coli_vocab", ".coli_usage"  # of this history and of the experts', in the model's folder
 _NEAR = np.float32(0.75)
+_LONGEST = 32  # bytes of a file of ids for each token of the vocabulary, at most
 
 
 class Vocabulary:
@@ -176,13 +185,95 @@ class Vocabulary:
             self.notes.append(f"{error}; the draft vocabulary's counts of this run are not saved")
 
 
-def usage_path(model_folder: Path, settings: Any) -> tuple[Path | None, str]:
+class FixedVocabulary:
+    """The tokens that a file of ids names, of `vocab`. What is counted is for the report only.
+
+    The file: ids in decimal, blanks, commas or line ends between them, each once. Raises UsageError with what is wrong
+    and the line it is on."""
+
+    def __init__(self, vocab: int, path: Path, where: str) -> None:
+        self.vocab = vocab
+        self.notes: list[str] = []  # what is fixed has nothing to tell
+        ids = _listed(path, vocab, f"{where} {path}")
+        self.ids, self.count = np.zeros(vocab, np.int64), len(ids)
+        self.ids[: self.count] = sorted(ids)
+        self._member = frozenset(ids)
+        self._picks = self._inside = 0
+
+    def begin(self, conversation: Sequence[int] | np.ndarray) -> None:
+        """A request starts, which changes nothing."""
+
+    def read(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Prompt tokens were computed, which changes nothing."""
+
+    def picked(self, token: int) -> None:
+        self._picks += 1
+        self._inside += token in self._member
+
+    def turn_report(self) -> VocabularyReport:
+        """What happened since the last report."""
+        report = VocabularyReport(float(self.count), self._inside, self._picks, 0, 0, self.vocab, fixed=True)
+        self._picks = self._inside = 0
+        return report
+
+    def save(self) -> None:
+        """There is no history."""
+
+
+def _listed(path: Path, vocab: int, where: str) -> set[int]:
+    hint, ids = "give decimal ids with blanks, commas or line ends between them", set[int]()
+    try:
+        with open(path, "rb") as file:
+            data = file.read(vocab * _LONGEST + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read: {getattr(error, 'strerror', None) or error}", where, hint) from error
+    if len(data) > vocab * _LONGEST:
+        raise UsageError(f"is too long for a list of {vocab:,} ids", where, hint)
+    for number, line in enumerate(data.splitlines(), 1):
+        for word in filter(None, re.split(rb"[\s,]+", line)):
+            shown = ascii(word[:30].decode("latin-1"))
+            if not re.fullmatch(rb"[0-9]{1,9}", word):
+                raise UsageError(f"line {number}: {shown} is no token id", where, hint)
+            if int(word) >= vocab:
+                raise UsageError(f"line {number}: {int(word)} is no token of this model, whose ids end at {vocab - 1}",
+                                 where, "the list belongs to another model")  # fmt: skip
+            if int(word) in ids:
+                raise UsageError(f"line {number}: {int(word)} is named before", where, "name each id once")
+            ids.add(int(word))
+    if not ids:
+        raise UsageError("names no token", where, hint)
+    return ids
+
+
+def open_vocabulary(
+    settings: Settings, model: Path, vocab: int
+) -> tuple[Vocabulary | FixedVocabulary | None, list[str]]:
+    """(what a head scores, None for everything; notes). Raises UsageError for a list of ids that is none."""
+    if settings.mtp_dump is not None:
+        return None, []
+    if settings.mtp_vocab_ids is not None:
+        row = settings.row("mtp_vocab_ids")
+        where = row.flag if settings.origin("mtp_vocab_ids") == "flag" else row.name
+        return FixedVocabulary(vocab, settings.mtp_vocab_ids, where), []
+    if not 0 < settings.mtp_vocab < vocab:
+        return None, []
+    path, off = usage_path(model, settings)
+    if path is None:
+        return None, [off]
+    vocabulary = Vocabulary(vocab, settings.mtp_vocab, path)
+    notes = list(vocabulary.notes)
+    vocabulary.notes.clear()
+    return vocabulary, notes
+
+
+def usage_path(model: Path, settings: Any) -> tuple[Path | None, str]:
     """(file of the counts, ""), or (None, why there can be no list).
 
-    `settings.vocab_usage` when given, else `.coli_vocab` in the model's folder, or a state folder of the user's where
-    that is read-only or the shipped model's. None when it would be the history of the experts (`settings.usage`)."""
-    path = settings.vocab_usage or _default(model_folder)
-    if _same(path, settings.usage or model_folder / EXPERTS):
+    `settings.vocab_usage` when given, else `.coli_vocab` in the model's folder (of a model that is one file:
+    `<file>.coli_vocab` beside it), or a state folder of the user's where that is read-only or the shipped model's. None
+    when it would be the history of the experts (`settings.usage`)."""
+    path = settings.vocab_usage or _default(model)
+    if _same(path, settings.usage or (model.parent if model.is_file() else model) / EXPERTS):
         return None, (
             f"the draft vocabulary's list is off: {path} is the expert history's file (COLI_USAGE) as well; "
             "COLI_VOCAB_USAGE names another"
@@ -190,12 +281,13 @@ def usage_path(model_folder: Path, settings: Any) -> tuple[Path | None, str]:
     return path, ""
 
 
-def _default(folder: Path) -> Path:
+def _default(model: Path) -> Path:
+    folder, name = (model.parent, model.name + NAME) if model.is_file() else (model, NAME)
     if os.access(folder, os.W_OK) and not _same(folder, NANO):
-        return folder / NAME
+        return folder / name
     import platformdirs
 
-    name = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:20]
+    name = hashlib.sha256(os.fsencode(os.path.realpath(model))).hexdigest()[:20]
     return Path(platformdirs.user_state_dir("coli")) / "vocabulary" / (name + NAME)
 
 

@@ -164,7 +164,7 @@ def test_a_trace_is_replayed_without_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--arms", "off,4"], "--arms"), (["--task", "poem"], "--task"), (["--prompt", " "], "--prompt"),
+        (["--arms", "off,8"], "--arms"), (["--task", "poem"], "--task"), (["--prompt", " "], "--prompt"),
         (["--prompt-file", "none"], "--prompt-file none"), (["--repeat", "0"], "--repeat"),
         (["--max-tokens", "1"], "--max-tokens"), (["--seed", "-1"], "--seed"), (["--output", "xml"], "--output"),
         (["--temp", "-1"], "--temp"), (["--temp", "nan"], "--temp"),
@@ -176,6 +176,14 @@ def test_what_is_wrong_is_found_before_loading(tmp_path: Path, arguments: list[s
     done = bench(*arguments, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and named in done.stderr
     assert done.stderr.count("\n") == 1 and "banner" not in done.stderr
+
+
+def test_an_arm_that_is_too_deep_for_the_engine_is_named_once_it_is_known() -> None:
+    done = bench(*FEW[:-1], "off,5")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.endswith(
+        "coli: --arms: the model's engine drafts 3 at most, not 5 (give depths of 1..3)\n"
+    )
 
 
 def test_a_forced_mode_has_no_reference_to_draft_from() -> None:

@@ -20,14 +20,15 @@ from coli.errors import UsageError
 from coli.reference import Reference, compare
 from coli.sampling import Sampling
 from coli.session import Request
-from coli.settings import TABLE, load
+from coli.settings import TABLE, VARIABLES, load
 from coli.speculation.options import Speculation
 from tests.conftest import FAKE, Coli, clean_env
 
 DATA = Path(__file__).parents[1] / "data" / "nano_oracle"
 CASES = json.loads((DATA / "oracle.json").read_text())
-FLAGS = ("--mtp", "--no-mtp", "--drafts", "--mtp-vocab", "--pstep", "--no-pstep", "--lookup", "--no-lookup",
-         "--lookup-drafts", "--gate", "--no-gate", "--trace", "--check", "--reference")  # fmt: skip
+FLAGS = ("--mtp", "--no-mtp", "--drafts", "--mtp-vocab", "--mtp-vocab-ids", "--pmin", "--trunk", "--experts",
+         "--pstep", "--no-pstep", "--lookup", "--no-lookup", "--lookup-drafts", "--gate", "--no-gate", "--trace",
+         "--check", "--reference")  # fmt: skip
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -73,22 +74,26 @@ def test_values_of_variables(name: str, text: str, field: str, value: object) ->
     ],
 )  # fmt: skip
 def test_bad_values_name_the_variable_and_its_range(name: str, text: str) -> None:
-    row = next(row for row in TABLE.values() if row.name == name)
+    row = next(row for row in VARIABLES if row.name == name)
     with pytest.raises(UsageError) as caught:
         load({}, {name: text})
     assert caught.value.where == name and row.kind.range in caught.value.hint
 
 
 def test_the_depths_other_word_is_shown_and_a_choice_lists_its_words() -> None:
-    assert TABLE["drafts"].kind.show(0) == "auto" and TABLE["drafts"].kind.range == "0..3 or auto"
-    assert TABLE["mtp_force"].kind.range.startswith("accept, mixed, cycle, reject, row1, ")
-    assert TABLE["mtp_force"].kind.range.endswith("row7 or row8") and TABLE["act"].kind.range == "int8 or f32"
+    drafts, force, (act,) = TABLE["drafts"], TABLE["mtp_force"], TABLE["act"]
+    assert [row.kind.show(0) for row in drafts] == ["auto"] * 2
+    assert [row.kind.range for row in drafts] == ["0..3 or auto", "0..7 or auto"]
+    assert all(row.kind.range.startswith("accept, mixed, cycle, reject, row1, ") for row in force)
+    assert all(row.kind.range.endswith("row7 or row8") for row in force) and act.kind.range == "int8 or f32"
 
 
 def test_defaults_are_the_laws() -> None:
     settings, _ = load({}, {})
     assert Speculation.of(settings) == Speculation(mtp=True, drafts=2, lookup_drafts=5)
     assert (settings.mtp, settings.mtp_vocab, settings.mtp_wiring) == (None, 16000, "b")
+    other = Speculation.of(settings.resolve("qwen36"))
+    assert other == Speculation(mtp=False, drafts=1, pstep=True, most=7, strict=True)
 
 
 def test_help_has_every_flag(coli: Coli) -> None:
@@ -96,14 +101,15 @@ def test_help_has_every_flag(coli: Coli) -> None:
     assert all(f" {flag}" in text or f"/{flag}" in text for flag in FLAGS)
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--drafts", "4"), ("--drafts", "many"), ("--lookup-drafts", "6"),
-                                             ("--mtp-vocab", "-1")])  # fmt: skip
+@pytest.mark.parametrize(("flag", "value"), [("--drafts", "8"), ("--drafts", "many"), ("--lookup-drafts", "6"),
+                                             ("--mtp-vocab", "-1"), ("--pmin", "1.5"), ("--trunk", "int4"),
+                                             ("--experts", "q4")])  # fmt: skip
 def test_a_flag_out_of_range_is_named(coli: Coli, flag: str, value: str) -> None:
     done = coli("run", "hi", flag, value, fake=True)
     assert done.returncode == 2 and done.stderr.startswith(f"coli: {flag}: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["Q38_MTP_FORCE", "COLI_LOOKUP_FORCE"])
+@pytest.mark.parametrize("name", ["Q38_MTP_FORCE", "Q36_MTP_FORCE", "COLI_LOOKUP_FORCE"])
 def test_a_force_variable_without_a_reference_is_refused_before_loading(coli: Coli, tmp_path: Path, name: str) -> None:
     done = coli("run", "hi", fake=True, env={name: "mixed", "FAKE_OPENED": str(tmp_path / "opened")})
     assert done.returncode == 2 and f"coli: {name}: only acts with --reference" in done.stderr

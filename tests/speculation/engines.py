@@ -14,6 +14,7 @@ from coli.engine import Engine
 from coli.settings import load
 from tests.speculation.harness import Recording, fuzz, random_tokens, record
 from tests.tiny import odd_config, write_tiny
+from tests.tiny36 import FAMILIES, every_matrix, odd36_config, tiny36_config, write_tiny36
 
 CTX = 128
 WALKS = 12
@@ -25,8 +26,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "f32": (dict(dtype="F32", seed=10), dict(cap=8, undo="slots")),
     "bf16, one expert": (dict(dtype="BF16", seed=11), dict(cap=1, undo="slots")),
     "fp8": (dict(dtype="FP8", dense="FP8", block=(32, 48), seed=12), dict(prefill_chunk=7, mtp_vocab=50, undo="slots")),
-    "int8 trunk, log": (dict(dtype="BF16", seed=13), dict(trunk_int8=True, undo="log", mtp_vocab=60)),
-    "int8 trunk, f32 activations": (dict(dtype="FP8", seed=14), dict(trunk_int8=True, act="f32", cap=3, mtp_cap=1)),
+    "int8 trunk, log": (dict(dtype="BF16", seed=13), dict(trunk="int8", undo="log", mtp_vocab=60)),
+    "int8 trunk, f32 activations": (dict(dtype="FP8", seed=14), dict(trunk="int8", act="f32", cap=3, mtp_cap=1)),
     "odd, log": (dict(config=odd_config(), dtype="BF16", seed=15), dict(undo="log", prefill_chunk=5)),
     "prefill in ones": (dict(dtype="F32", seed=16), dict(prefill_chunk=1, undo="slots", threads=1)),
     "wiring a, log, one thread": (dict(dtype="BF16", seed=17),
@@ -37,15 +38,43 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 QUOTAS = {name: 3_000 if name in ("bf16, one expert", "int8 trunk, f32 activations") else 16_000 for name in ENGINES}
 
 
+MOE, DENSE, NEXT, CODER = "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen3_moe"
+
+# The same of engine qwen36: its four families, one of them without a head.
+ENGINES36: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "moe f32": (dict(config=tiny36_config(MOE), dtype="F32", seed=60), dict(mtp=True, cap=8, undo="slots")),
+    "moe bf16, one expert": (dict(config=tiny36_config(MOE), dtype="BF16", seed=61),
+                             dict(mtp=True, cap=1, mtp_cap=1)),
+    "moe fp8": (dict(config=tiny36_config(MOE), dtype="FP8", block=(32, 48), seed=62),
+                dict(mtp=True, prefill_chunk=7, mtp_vocab=50, undo="slots")),
+    "moe odd, log": (dict(config=odd36_config(MOE), dtype="BF16", seed=63), dict(mtp=True, prefill_chunk=5)),
+    "next bf16, log": (dict(config=tiny36_config(NEXT), dtype="BF16", seed=64), dict(mtp=True, mtp_vocab=60)),
+    "next odd fp8, slots": (dict(config=odd36_config(NEXT), dtype="FP8", fp8=every_matrix, block=(16, 24), seed=65),
+                            dict(mtp=True, undo="slots", prefill_chunk=1, threads=1)),
+    "dense bf16": (dict(config=tiny36_config(DENSE), dtype="BF16", seed=66), dict(mtp=True, undo="slots")),
+    "dense int8 trunk, log": (dict(config=tiny36_config(DENSE), dtype="BF16", seed=67),
+                              dict(mtp=True, trunk="int8", mtp_vocab=60)),
+    "dense odd int8 trunk, f32 activations": (dict(config=odd36_config(DENSE), dtype="BF16", seed=68),
+                                              dict(mtp=True, trunk="int8", act="f32")),
+    "coder bf16, two experts": (dict(config=tiny36_config(CODER, mlp_only_layers=[1]), dtype="BF16", seed=69),
+                                dict(cap=2)),
+    "coder odd fp8": (dict(config=odd36_config(CODER), dtype="FP8", block=(16, 24), seed=70), dict(prefill_chunk=9)),
+}  # fmt: skip
+HEADED36 = [name for name in ENGINES36 if not name.startswith("coder")]
+
+QUOTAS36 = {name: 2_000 if "expert" in name else 11_000 for name in ENGINES36}
+
+
 def open_tiny(folder: Path, form: dict[str, Any], flags: dict[str, Any]) -> Engine:
     """Write a tiny checkpoint and open it. COLI_CACHE counts: the sanitizers keep their kernels apart."""
-    write_tiny(folder, **form)
+    family = (form.get("config") or {}).get("model_type")
+    (write_tiny36 if family in FAMILIES else write_tiny)(folder, **form)
     environ = {name: os.environ[name] for name in ("COLI_CACHE",) if name in os.environ}
     return Engine.open(load({"model": str(folder), "threads": 2, "ctx": CTX} | flags, environ)[0])
 
 
 class Engines:
-    """The engines of `ENGINES`, each opened once, and the recordings made on them."""
+    """The engines of `ENGINES` and `ENGINES36`, each opened once, and the recordings made on them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._opened, self._closing = folder, {}, ExitStack()
@@ -53,7 +82,7 @@ class Engines:
 
     def __getitem__(self, name: str) -> Engine:
         if name not in self._opened:
-            engine = open_tiny(self._folder / str(len(self._opened)), *ENGINES[name])
+            engine = open_tiny(self._folder / str(len(self._opened)), *(ENGINES | ENGINES36)[name])
             self._opened[name] = self._closing.enter_context(engine)
         return self._opened[name]
 
@@ -65,6 +94,12 @@ class Engines:
             ids = random_tokens(np.random.default_rng(seed), engine.geometry.vocab, engine.ctx)
             self._recorded[key] = record(engine, ids[:prompt], ids[prompt:])
         return self._recorded[key]
+
+    def repeating(self, name: str, period: int = 7) -> Recording:
+        """A text that repeats itself to the end of the context."""
+        engine = self[name]
+        ids = (list(range(30, 30 + period)) * engine.ctx)[: engine.ctx]
+        return record(engine, ids[:20], ids[20:])
 
     def close(self) -> None:
         self._closing.close()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from coli.engine import Engine
+from coli.settings import MOST_DRAFTS
 from coli.speculation.decoder import Decoder, Place, _Proposal
 from coli.speculation.options import Speculation
 from coli.speculation.report import SpeculationReport
@@ -228,11 +229,12 @@ class Fuzzed(Decoder):
 
     def _propose(self, token: int) -> _Proposal:
         room = self.state.ctx - self.state.length - 1
-        kind, k = self.rng.integers(0, 5), min(room, int(self.rng.integers(1, 6)))
+        most = self.options.most
+        kind, k = self.rng.integers(0, 5), min(room, int(self.rng.integers(1, max(5, most) + 1)))
         if k < 1 or kind == 0:
             return _Proposal()
         if kind < 3 and self.mtp is not None:
-            return self._draft(token, min(k, 3))
+            return self._draft(token, min(k, most))
         drafts = self._forced("lookup", None, k)
         if not drafts or self.lookup is None:
             return _Proposal()
@@ -250,7 +252,8 @@ class Fuzzed(Decoder):
 def fuzz(recording: Recording, seed: int, replay: str) -> int:
     """One random walk over the recording to its end; returns the tokens compared."""
     rng, before = np.random.default_rng(seed), Compared.tokens
-    options = Speculation(gate=False, drafts=int(rng.integers(1, 4)))
+    most = MOST_DRAFTS[recording.engine.name]
+    options = Speculation(gate=False, drafts=int(rng.integers(1, most + 1)), most=most)
     replay = f"{replay}, fuzz seed {seed}"
     decoder, judge = start(recording, options, replay, make=Fuzzed, absorb=bool(rng.random() < 0.5))
     assert isinstance(decoder, Fuzzed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from coli.bench import environment
@@ -11,15 +13,18 @@ from coli.bench.arms import ARMS, baseline, opening, parse, runnable
 from coli.bench.prompts import BUILT_IN, Prompt, choose, request
 from coli.errors import PromptTooLong, UsageError
 from coli.session import Request
-from coli.settings import Settings
+from coli.settings import Settings, load
 from coli.speculation.options import Speculation
 
 # ---- arms and prompts ------------------------------------------------------------------------------------------------
 
 
+QWEN38 = "off,1,2,3,auto,lookup,mtp+lookup"
+
+
 def test_arms_differ_in_sources_and_depth_only() -> None:
     base = Speculation(drafts=1, pstep=True, lookup_drafts=3)
-    got = {name: arm.speculation(base) for name, arm in ARMS.items()}
+    got = {arm.name: arm.speculation(base) for arm in parse(QWEN38)}
     assert all(spec.pstep and spec.lookup_drafts == 3 and spec.gate for spec in got.values())
     assert {name: (s.mtp, s.drafts if s.mtp else None, s.lookup) for name, s in got.items()} == {
         "off": (False, None, False), "1": (True, 1, False), "2": (True, 2, False), "3": (True, 3, False),
@@ -30,29 +35,46 @@ def test_arms_differ_in_sources_and_depth_only() -> None:
 def test_arms_by_name() -> None:
     assert [arm.name for arm in parse("lookup, off")] == ["lookup", "off"]
     assert baseline(parse("lookup,off")) == "off" and baseline(parse("2,auto")) == "2"
-    for wrong in ("4", "", "off,", "off,off"):
+    assert parse(None) == list(ARMS.values()) and [arm.name for arm in parse("7")] == ["7"]
+    for wrong in ("8", "", "off,", "off,off"):
         with pytest.raises(UsageError, match="--arms"):
             parse(wrong)
 
 
 def test_a_model_without_a_head_leaves_arms_out_and_says_which() -> None:
-    kept, notes = runnable(list(ARMS.values()), head=False)
+    kept, notes = runnable(parse(None), named=False, head=False, most=3)
     assert [arm.name for arm in kept] == ["off", "auto", "lookup"]
     assert notes == ["arms left out, the model runs without an MTP head: 1, 2, 3, mtp+lookup"]
-    assert runnable(parse("1,off"), head=True) == (parse("1,off"), [])
+    assert runnable(parse("1,off"), named=True, head=True, most=3) == (parse("1,off"), [])
     with pytest.raises(UsageError, match="MTP head"):
-        runnable(parse("1,2"), head=False)
+        runnable(parse("1,2"), named=True, head=False, most=3)
+
+
+def test_the_arms_of_each_engine_are_as_deep_as_its_head() -> None:
+    assert runnable(parse(None), named=False, head=True, most=3) == (parse(QWEN38), [])
+    deep, _ = runnable(parse(None), named=False, head=True, most=7)
+    assert [arm.name for arm in deep] == ["off", *"1234567", "auto", "lookup", "mtp+lookup"]
+    assert runnable(parse("off,7"), named=True, head=True, most=7)[0] == parse("off,7")
+    with pytest.raises(UsageError, match="--arms: .*drafts 3 at most, not 5, 7"):
+        runnable(parse("off,5,2,7"), named=True, head=True, most=3)
 
 
 def test_the_engine_opens_for_the_deepest_of_the_arms_and_writes_no_counts() -> None:
-    settings = Settings(lookup=False, drafts=1)
-    every = opening(settings, list(ARMS.values()))
-    assert (every.drafts, every.lookup, every.usage_save) == (3, True, False)
-    few = opening(settings, parse("off,2"))
-    assert (few.drafts, few.lookup) == (2, False)
-    assert opening(settings, parse("auto")).drafts == 3
-    with pytest.raises(UsageError, match="COLI_LOOKUP_FORCE"):
-        opening(Settings(lookup_force="accept"), parse("off"))
+    def opened(arms: str | None, engine: str) -> tuple[int, bool]:
+        settings = opening(load({"drafts": "1", "mtp": True}, {"COLI_LOOKUP": "0"})[0], parse(arms)).resolve(engine)
+        assert not settings.usage_save
+        return Speculation.of(settings).deepest, settings.lookup
+
+    assert opened("off,2", "qwen38") == opened("off,2", "qwen36") == (2, False)
+    assert opened("auto,off", "qwen38") == (5, True) and opened("1,auto", "qwen36") == (7, True)
+    assert opened(None, "qwen38") == (5, True) and opened(None, "qwen36") == (7, True)
+    assert opened("off,6", "qwen36") == (7, False) and opened("lookup", "qwen38") == (5, True)
+
+
+@pytest.mark.parametrize("name", ["COLI_LOOKUP_FORCE", "Q38_MTP_FORCE", "Q36_MTP_FORCE"])
+def test_a_benchmark_has_no_reference_to_force_drafts_from(name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        opening(load({}, {name: "accept"})[0], parse("off"))
 
 
 class Templated:
@@ -107,6 +129,20 @@ def test_the_fingerprint_sees_config_and_headers_but_no_data(tmp_path: Path) -> 
     assert len({first, write('{"b":2}', b'{"a":1}', b"x"), write("{}", b'{"a":2}', b"x")}) == 3
 
 
+def test_the_fingerprint_of_a_gguf_is_that_of_what_stands_before_its_data(tmp_path: Path) -> None:
+    def write(value: int, data: float) -> str:
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3next")
+        writer.add_uint32("qwen3next.block_count", value)
+        writer.add_tensor("output_norm.weight", np.full(64, data, np.float32))
+        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+            step()
+        writer.close()
+        return environment.fingerprint(tmp_path / "m.gguf")
+
+    first = write(1, 0.5)
+    assert first == write(1, 2.5) != write(2, 0.5) and len(first) == 64
+
+
 def test_the_processor_has_a_name(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor : 0\nmodel name\t: Fast One 9000\n")
@@ -115,6 +151,11 @@ def test_the_processor_has_a_name(tmp_path: Path) -> None:
 
 
 def test_settings_given_are_named_by_their_variables() -> None:
-    settings = Settings(ctx=100, threads=2, origins={"ctx": "flag", "threads": "variable"})
-    assert environment.given(settings) == {"COLI_CTX": "100", "COLI_THREADS": "2"}
+    settings, _ = load({"ctx": 100, "drafts": "auto"}, {"COLI_THREADS": "2", "Q38_MTP_CAP": "3"})
+    assert environment.given(settings.resolve("qwen38")) == {
+        "COLI_CTX": "100", "COLI_THREADS": "2", "Q38_MTP_DRAFTS": "auto", "Q38_MTP_CAP": "3",
+    }  # fmt: skip
+    assert environment.given(settings.resolve("qwen36")) == {
+        "COLI_CTX": "100", "COLI_THREADS": "2", "Q36_MTP_DRAFTS": "auto",
+    }  # fmt: skip
     assert environment.given(Settings()) == {}

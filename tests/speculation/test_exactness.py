@@ -95,14 +95,7 @@ NATURAL = {
 @pytest.mark.parametrize("name", ["f32", "fp8", "int8 trunk, log", "odd, log"])
 def test_every_way_to_choose_drafts(engines, name, what):
     compare(engines.recording(name, 1), NATURAL[what], f"{name}, {what}")
-    compare(repeating(engines, name), NATURAL[what], f"{name}, repeating, {what}", absorb=True)
-
-
-def repeating(engines, name: str, period: int = 7) -> harness.Recording:
-    """A text that repeats itself to the end of the context."""
-    engine = engines[name]
-    ids = (list(range(30, 30 + period)) * engine.ctx)[: engine.ctx]
-    return record(engine, ids[:20], ids[20:])
+    compare(engines.repeating(name), NATURAL[what], f"{name}, repeating, {what}", absorb=True)
 
 
 def test_the_gate_takes_right_drafts_and_leaves_wrong_ones(engines):
@@ -124,7 +117,7 @@ def test_the_gate_takes_right_drafts_and_leaves_wrong_ones(engines):
 
 def test_a_text_that_repeats_is_copied(engines):
     """Once the period is known every draft stands, and each verify carries as many as the context has room for."""
-    recording, entries = repeating(engines, "f32"), []
+    recording, entries = engines.repeating("f32"), []
 
     def watch(decoder: Decoder) -> None:
         judge = decoder._trace

@@ -39,7 +39,7 @@ def test_drafts_are_the_tokens_after_the_pick() -> None:
     assert forced("accept", 0, REFERENCE, 0, 5, VOCAB) == [1, 4, 1, 5, 9]
 
 
-@pytest.mark.parametrize("mode", TABLE["mtp_force"].kind.words)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("mode", TABLE["mtp_force"][0].kind.words)  # type: ignore[attr-defined]
 def test_the_end_of_the_reference_gives_fewer_drafts_and_none_behind_it(mode: str) -> None:
     last = len(REFERENCE) - 1
     for verify in range(5):
