@@ -31,7 +31,7 @@ from tests.big_checkpoint import write_real_geometry
 def step_bytes(engine: Engine) -> int:
     """Bytes one decode step has to move through memory."""
     g = engine.geometry
-    experts = g.layers * g.top_k * engine.store.record.nbytes
+    experts = g.top_k * engine.store.record_bytes()
     return engine.weights.nbytes + experts + 2 * engine.model.spec.recurrent_bytes()
 
 
@@ -58,7 +58,8 @@ def run(
     if not (folder / "config.json").exists():
         write_real_geometry(folder, layers=layers)
     before = psutil.Process().memory_info().rss
-    flags = {"model": str(folder), "threads": threads, "ctx": 512, "prefill_chunk": 16, "trunk_int8": trunk_int8}
+    flags = {"model": str(folder), "threads": threads, "ctx": 512, "prefill_chunk": 16}
+    flags["trunk"] = "int8" if trunk_int8 else "stored"
     with Engine.open(load(flags, {})[0]) as engine:
         everything_resident(engine)
         team, pool = gemv.Team(threads), gemv.make_pool()
