@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -32,22 +31,10 @@ from coli.formats import container, ggml, sidecar
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import SCALE, block_size
 from coli.formats.safetensors import Tensor
+from coli.formats.sidecar import Sizes
 from coli.formats.strict import AGAIN, show
 
 _ALIGN = 64
-
-
-class Sizes(Protocol):
-    """What is asked of an engine's geometry."""
-
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def moe_inter(self) -> int: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def unpack_blocks(kind: str, data: np.ndarray, n: int, k: int) -> np.ndarray:
 def pack_groups(kind: str, codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
     """Codes int8 [n, k] (g4_32: -8..7) and scales float32 [n, k/32] -> N16 in out uint8 [blocked_bytes(kind, n, k)]."""
     n, k = codes.shape
-    stored = codes.reshape(n, k // 32, 32).view(np.uint8)
+    stored: np.ndarray = codes.reshape(n, k // 32, 32).view(np.uint8)
     if kind == "g4_32":
         stored = (stored + np.uint8(8)) & np.uint8(15)
         stored = stored[..., :16] | stored[..., 16:] << 4

@@ -115,8 +115,8 @@ def grouped(p, tid, nt):
 
 def gated(p, tid, nt):
     """Experts' inner rows, silu(gate) * up: 0..10 as `grouped` has them, of the gate; 11 w offset, 12 s offset and
-    13 ys of up, 14 out (row addresses by pair; may be the gate's), 15 bytes of a weight row. A thread has the same rows of both, so it
-    needs to wait for none."""
+    13 ys of up, 14 out (row addresses by pair; may be the gate's), 15 bytes of a weight row. A thread has the same rows
+    of both, so it needs to wait for none."""
     n, grain = ai(p, 5), ai(p, 10)
     units = (n + grain - 1) // grain
     unit, last = share(ld1_i64(ai(p, 0)) * units, tid, nt)

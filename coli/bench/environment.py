@@ -1,8 +1,8 @@
 """What the numbers belong to: machine, versions, weights, settings, and how busy the machine was.
 
-The weights are named by a SHA-256 over config.json and the headers of the safetensors files, or those of a GGUF (names,
-shapes, types and offsets, not the data): it tells two checkpoints of other geometry or format apart in no time, not two trainings of one
-model.
+The weights are named by a SHA-256 over config.json and the headers of the safetensors files, or over those of a GGUF
+(names, shapes, types and offsets, not the data): it tells two checkpoints of other geometry or format apart in no time,
+not two trainings of one model.
 """
 
 from __future__ import annotations

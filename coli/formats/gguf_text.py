@@ -60,8 +60,7 @@ def library_of(metadata: Metadata, where: object) -> Library:
         [pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     library.decoder = decoders.ByteLevel()
-    for token, special in added.items():
-        library.add_tokens([AddedToken(token, normalized=False, special=special)])
+    library.add_tokens([AddedToken(token, normalized=False, special=special) for token, special in added.items()])
     return library
 
 

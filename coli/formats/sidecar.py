@@ -52,7 +52,7 @@ CODES = {4: "planar64-v8", 8: "int8"}
 
 
 class Sizes(Protocol):
-    """What a sidecar must agree with."""
+    """What routed experts ask of an engine's geometry."""
 
     @property
     def hidden(self) -> int: ...

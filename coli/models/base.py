@@ -173,8 +173,8 @@ class Embedding:
         self.rows = np.zeros((limit, tensor.shape[1]), STORAGE[dtype])
         self._checkpoint, self._tensor = checkpoint, tensor
         self._row_bytes = tensor.nbytes // tensor.shape[0]
-        self._stored = np.zeros((limit, self._row_bytes), np.uint8) if self._quantised else self.rows
-        self._views = [memoryview(row).cast("B") for row in self._stored]
+        self._stored: np.ndarray = np.zeros((limit, self._row_bytes), np.uint8) if self._quantised else self.rows
+        self._views = [row.data.cast("B") for row in self._stored]
 
     def read(self, ids: np.ndarray) -> None:
         """Put the rows of these tokens in place. Raises ReadError."""

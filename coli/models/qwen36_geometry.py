@@ -157,8 +157,8 @@ def _deltanet(read: Reader, family: str) -> dict[str, Any]:
 def _experts(read: Reader, family: str, mlp_types: tuple[str, ...]) -> dict[str, Any]:
     if "moe" not in mlp_types:
         return dict.fromkeys(("experts", "top_k", "moe_inter", "shared_inter"), 0) | {"norm_topk": True}
-    # transformers 5 saves qwen3_moe with the second name
-    count = next((key for key in ("num_experts", "num_local_experts") if read.get(key, None) is not None), "num_experts")
+    named = read.get("num_experts", None) is not None
+    count = "num_experts" if named or "num_local_experts" not in read.config else "num_local_experts"  # transformers 5
     # renormalising is fixed in qwen3_5_moe, on in qwen3_next and off in qwen3_moe unless the config says otherwise
     norm = True if family == "qwen3_5_moe" else read.flag("norm_topk_prob", family == "qwen3_next")
     return {

@@ -25,8 +25,8 @@ MANY = 8
 
 
 class Head(Protocol):
-    """A draft head of a model (coli/models/head.py). `draft` and `deeper` give (token, probability). `wiring` is "" where
-    there is only one."""
+    """A draft head of a model (coli/models/head.py). `draft` and `deeper` give (token, probability); `wiring` is "" for
+    a head that has no choice of one."""
 
     wiring: str
 

@@ -31,7 +31,7 @@ with Engine.open(load(flags, {})[0]) as engine:
     state, per_token = session.state, engine.model.spec.kv_bytes_per_token()
     per_token += engine.head.spec.kv_bytes_per_token() if engine.head else 0
     nbytes = sum(store.nbytes for store in engine.stores)
-    filled = sum(len(s.resident(layer)) * s.records[layer].nbytes for s in engine.stores for layer in range(len(s.layers)))
+    filled = sum(len(s.resident(i)) * record.nbytes for s in engine.stores for i, record in enumerate(s.records))
     print(json.dumps({
         "planned": engine.terms.total + nbytes, "unfilled": nbytes - filled,
         "undo_unused": engine.terms.undo - state.recurrent.undo_bytes,

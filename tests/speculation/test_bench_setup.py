@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 
 from coli.bench import environment
@@ -15,6 +13,8 @@ from coli.errors import PromptTooLong, UsageError
 from coli.session import Request
 from coli.settings import Settings, load
 from coli.speculation.options import Speculation
+from tests.gguf_files import write_gguf
+from tests.tiny36 import tiny36_config, tiny36_weights
 
 # ---- arms and prompts ------------------------------------------------------------------------------------------------
 
@@ -130,17 +130,16 @@ def test_the_fingerprint_sees_config_and_headers_but_no_data(tmp_path: Path) -> 
 
 
 def test_the_fingerprint_of_a_gguf_is_that_of_what_stands_before_its_data(tmp_path: Path) -> None:
-    def write(value: int, data: float) -> str:
-        writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3next")
-        writer.add_uint32("qwen3next.block_count", value)
-        writer.add_tensor("output_norm.weight", np.full(64, data, np.float32))
-        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-            step()
-        writer.close()
-        return environment.fingerprint(tmp_path / "m.gguf")
+    config = tiny36_config("qwen3_moe", num_hidden_layers=1)
 
-    first = write(1, 0.5)
-    assert first == write(1, 2.5) != write(2, 0.5) and len(first) == 64
+    def write(name: str, seed: int, theta: float) -> str:
+        weights, folder = tiny36_weights(config, seed), tmp_path / name
+        folder.mkdir()
+        changed = {**config, "rope_theta": theta}
+        return environment.fingerprint(write_gguf(folder / "m.gguf", changed, weights, splits=2))
+
+    first = write("a", 1, 1e4)
+    assert first == write("b", 2, 1e4) != write("c", 1, 1e5) and len(first) == 64
 
 
 def test_the_processor_has_a_name(tmp_path: Path) -> None:

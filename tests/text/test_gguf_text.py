@@ -76,10 +76,10 @@ def agree(text: str) -> None:
 
 LETTERS = [
     *"abzABZ09_-'\"\\/<>|[](){}.,!?;: \t\n\r", "\r\n", "  ", "   ", "\n\n", "'s", "'LL", "'re", "é", "e\u0301",
-    "\u0301", "ё", "й", "и\u0306", "中", "文", "한", "\u1112\u1161\u11ab", "ﷺ", "ﬁ", "ſ", "\u212a", "\u212b", "٣", "Ⅷ", "²",
-    "½", "👩‍👩‍👧", "🇩🇪", "क्षि", "\u200d", "\u200b", "\ufeff", "\u00a0", "\u3000", "\u0085", "\u2028", "\x00", "\x7f",
+    "\u0301", "ё", "й", "и\u0306", "中", "文", "한", "\u1112\u1161\u11ab", "ﷺ", "ﬁ", "ſ", "\u212a", "\u212b", "٣", "Ⅷ",
+    "²", "½", "👩‍👩‍👧", "🇩🇪", "क्षि", "\u200d", "\ufeff", "\u00a0", "\u3000", "\u0085", "\u2028", "\x00", "\x7f",
     "\ufffd", "\U0010ffff", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<|im_end", "|>",
-    "<think", "Ġ", "Ċ", "[PAD8192]", " the", "def ", "return", "http://", "1234567", "==", "    ", "\t\t",
+    "<think", "\u200b", "Ġ", "Ċ", "[PAD8192]", " the", "def ", "return", "http://", "1234567", "==", "    ", "\t\t",
 ]  # fmt: skip
 
 
@@ -138,14 +138,15 @@ def test_to_json_gives_the_same_tokenizer(tmp_path: Path) -> None:
 
 def test_a_large_vocabulary_opens_fast() -> None:
     """248,000 tokens and merges, as Qwen3.6 has; in CPU time, which other work on the machine moves less."""
-    draw, tokens, merges = random.Random(0), sorted(ALPHABET), []
-    seen = set(tokens)
-    while len(tokens) < 248_044:
-        a, b = (tokens[draw.randrange(min(len(tokens), 20_000))] for _ in range(2))
-        if len(a + b) <= 12 and a + b not in seen:
-            seen.add(a + b)
-            tokens.append(a + b)
-            merges.append(f"{a} {b}")
+    letters = sorted(ALPHABET)
+    pairs = [(a, b) for a in letters for b in letters]
+    merges, level = [f"{a} {b}" for a, b in pairs], [a + b for a, b in pairs]
+    tokens, steps = letters + level, level.copy()
+    while len(tokens) < 248_044:  # then of four letters, six and eight
+        grown = [(a, steps[7919 * i % len(steps)]) for i, a in enumerate(level)]
+        level = [a + b for a, b in grown]
+        tokens, merges = tokens + level, merges + [f"{a} {b}" for a, b in grown]
+    tokens, merges = tokens[:248_044], merges[: 248_044 - 256]
     tokens += [f"<|special_{i}|>" for i in range(30)]
     types = np.array([1] * 248_044 + [3] * 30, np.int32)
     facts = {f"{GGML}model": "gpt2", f"{GGML}pre": "qwen35", f"{GGML}tokens": tokens, f"{GGML}token_type": types,
@@ -154,7 +155,7 @@ def test_a_large_vocabulary_opens_fast() -> None:
     found = Tokenizer.open(opened(facts))
     taken = time.process_time() - start
     assert len(found.special_ids) == 30 and found.encode("a<|special_7|>")[-1] == 248_051
-    assert taken < 4
+    assert taken < 1.5
 
 
 # ---- template and stop ids -------------------------------------------------------------------------------------------
