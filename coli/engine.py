@@ -109,7 +109,8 @@ class Engine:
         self.head: DraftHead | None = None
         if plan is not None:
             self._load_head(plan, kernels, opened)
-        self.notes += [note for store in self.stores for note in store.notes] + _decoded(self.weights)
+        self.notes += dict.fromkeys(note for store in self.stores for note in store.notes)  # head and trunk, once
+        self.notes += _decoded(self.weights)
         self.notes += idle(settings, head=self.head is not None)
 
     @property
@@ -221,7 +222,7 @@ class Engine:
         writer = family.head_writer(g, self.weights, store, self.team, self.ctx, wiring, plan.theta)
         return DraftHead(
             writer, family.head_spec(g), self.model.lm_head, kernels, wiring=wiring, vocabulary=self.vocabulary,
-            dump=_open_dump(settings, opened),
+            dump=_open_dump(settings, opened), dump_name=settings.row("mtp_dump").name,
         )
 
     def save_history(self) -> list[str]:

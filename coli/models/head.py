@@ -96,11 +96,14 @@ class DraftHead:
     the second part and `rope_draft` its angles, `begin(rows)` sets what else a call needs."""
 
     def __init__(self, writer: Any, spec: StateSpec, lm_head: Weight, kernels: Kernels, *,
-                 wiring: str = "", vocabulary: Vocabulary | None = None, dump: BinaryIO | None = None) -> None:
-        """`vocabulary`: the tokens to score, all without one; `dump`: where every draft's scores go as raw float32."""
+                 wiring: str = "", vocabulary: Vocabulary | None = None, dump: BinaryIO | None = None,
+                 dump_name: str = "") -> None:  # fmt: skip
+        """`vocabulary`: the tokens to score, all without one; `dump`: where every draft's scores go as raw float32,
+        `dump_name`: who asked for that."""
         g = writer.g
         self.geometry, self.ctx, self.wiring, self.store, self.spec = g, writer.ctx, wiring, writer.store, spec
-        self._writer = w = writer
+        self._writer, self._dump_name = writer, dump_name
+        w = writer
         p = w.program
         self._scores, self._vocabulary, self._dump = p.view(p.buffer(1, g.vocab)), vocabulary, dump
         self._count = p.buffer(1, dtype=np.int64)
@@ -186,7 +189,7 @@ class DraftHead:
             try:
                 self._dump.write(self.scores.tobytes())
             except OSError as error:
-                raise ColiError(f"cannot write {self._dump.name}: {error.strerror}", "MTP_DUMP") from error
+                raise ColiError(f"cannot write {self._dump.name}: {error.strerror}", self._dump_name) from error
         return int(self._best.token[0]), float(self._best.p[0])
 
     def _run(self, head: HeadState, streams: np.ndarray, tokens: np.ndarray, start: int, end: int | None) -> None:

@@ -12,7 +12,6 @@ Source of names and shapes: model_spec.md 5a to 5d. Guarded by tests/models/test
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,12 @@ from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.strict import AGAIN
 from coli.models.config import Reader
-from coli.models.layout import FLOATS, HEAD, Shape, attention, check_tensors, gdn, moe, use_of
+from coli.models.layout import FLOATS, HEAD, Shape, attention, check_tensors, gdn, moe
 from coli.models.qwen38_geometry import MODEL_TYPES, Geometry, geometry
 from coli.ngrams import NgramHash, table_prefix
 
-__all__ = ["HEAD", "MODEL_TYPES", "Geometry", "Sizes", "check", "check_head", "expected", "expected_head",
-           "geometry", "has_mtp", "hash_buffers", "sizes"]
+__all__ = ["HEAD", "MODEL_TYPES", "Geometry", "check", "check_head", "expected", "expected_head", "geometry",
+           "hash_buffers"]
 
 _CONSTANTS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # int64
 
@@ -139,11 +138,6 @@ def int8_rows(name: str) -> bool:
 # ---- the check ---------------------------------------------------------------------------------------------------
 
 
-def has_mtp(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint brings a draft head: asked of its tensors, for configs lie about it."""
-    return any(name.startswith("mtp.") for name in checkpoint)
-
-
 def check(checkpoint: Checkpoint, g: Geometry) -> None:
     """Every trunk tensor is there, once, with its shape, a dtype the engine reads and its scale. Raises ModelError."""
     table = {name: shape for name, shape in expected(g, checkpoint).items() if name not in checkpoint.constants}
@@ -191,28 +185,3 @@ def _table_scales(checkpoint: Checkpoint, g: Geometry) -> set[str]:
                                  f"{list(scale.shape)}", scale.path, AGAIN)  # fmt: skip
             scales.add(name)
     return scales
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a checkpoint weighs, in bytes on disk; `types` is dtype -> (tensors, bytes) of everything but vision."""
-
-    dense: int
-    expert_record: int
-    experts: int
-    table: int
-    mtp: int
-    ignored: int
-    types: dict[str, tuple[int, int]]
-
-
-def sizes(checkpoint: Checkpoint, g: Geometry) -> Sizes:
-    """Bytes by use, from the headers alone. One expert's record counts its scales."""
-    sums = {"dense": 0, "experts": 0, "table": 0, "mtp": 0}
-    types: dict[str, tuple[int, int]] = {}
-    for name, tensor in checkpoint.tensors.items():
-        sums[use_of(name)] += tensor.nbytes
-        count, nbytes = types.get(tensor.dtype, (0, 0))
-        types[tensor.dtype] = count + 1, nbytes + tensor.nbytes
-    record = sums["experts"] // (g.layers * g.experts)
-    return Sizes(**sums, expert_record=record, ignored=sum(t.nbytes for t in checkpoint.ignored), types=types)

@@ -112,10 +112,3 @@ def _head_idle(settings: Settings) -> dict[str, str]:
         fixed = f"the head scores the fixed list of {settings.row('mtp_vocab_ids').name}"
         why |= dict.fromkeys(("mtp_vocab", "vocab_usage"), fixed)
     return why
-
-
-def drafting_off(settings: Settings, engine: str, reason: str) -> list[str]:
-    """What to say where an engine cannot draft at all (`reason`, in words): nothing, unless a lookup was asked for."""
-    if not settings.lookup or settings.origin("lookup") == "default":
-        return []
-    return [f"[{engine}] COLI_LOOKUP=1: no drafts under {reason}"]

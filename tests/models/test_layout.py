@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
-from coli.models.qwen38_layout import check, expected, geometry, has_mtp, sizes
+from coli.models.describe import describe
+from coli.models.qwen38_layout import check, check_head, expected, geometry
 from tests.big_checkpoint import real_config
 from tests.oracle import Qwen4MTP, load
 from tests.tiny import odd_config, store, tiny_config, write_folder, write_tiny
@@ -162,8 +163,8 @@ FORMS = {
 def test_every_form_passes_and_adds_up(tmp_path, form):
     checkpoint, g = opened(write_tiny(tmp_path, **form))
     check(checkpoint, g)
-    assert has_mtp(checkpoint) == form.get("mtp", True)
-    found = sizes(checkpoint, g)
+    found = describe(checkpoint, g, "qwen38")
+    assert (found.head is not None) == form.get("mtp", True)
     assert found.dense + found.experts + found.table + found.mtp == checkpoint.nbytes
     assert sum(nbytes for _, nbytes in found.types.values()) == checkpoint.nbytes
     assert sum(count for count, _ in found.types.values()) == len(checkpoint.tensors)
@@ -174,7 +175,8 @@ def test_every_form_passes_and_adds_up(tmp_path, form):
 def test_nano_passes():
     checkpoint, g = opened(NANO)
     check(checkpoint, g)
-    assert has_mtp(checkpoint) and g.gate == "silu" and g.ple_layers == (1, 5)
+    check_head(checkpoint, g)
+    assert g.gate == "silu" and g.ple_layers == (1, 5)
 
 
 @pytest.mark.parametrize("form", ["f32", "fp8 everywhere", "odd", "tied", "no PLE", "fp8 fused, whole table"])
@@ -280,7 +282,8 @@ def test_a_table_that_is_not_fp8_has_no_scale(tmp_path):
 def test_an_odd_head_is_no_concern_of_the_trunk(tmp_path, tensors):
     checkpoint, g = opened(damaged(tmp_path, tensors, put={"mtp.something.weight": store(ONES, "F32")}))
     check(checkpoint, g)
-    assert has_mtp(checkpoint)
+    with pytest.raises(ModelError, match="mtp.something"):
+        check_head(checkpoint, g)
 
 
 def test_written_text_files_load(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from coli.errors import UsageError
 from coli.settings import load
 from coli.speculation.decoder import Decoder, _Proposal
-from coli.speculation.options import Speculation, drafting_off, idle
+from coli.speculation.options import Speculation, idle
 from coli.trace import Record, most, replay
 from tests.speculation.harness import counts, forced_counts
 from tests.speculation.scripted import Text
@@ -170,16 +170,6 @@ def test_qwen38s_line_is_as_it_was() -> None:
         "[qwen38 MTP] run: 2.89 tokens/forward (19 forwards per 55 tokens) | acceptance 100.0% (36/36 drafts) | "
         "wiring b | fixed depth, by position: 1 100.0% (18/18) 2 100.0% (18/18) 3 0.0% (0/0)"
     )
-
-
-def test_why_there_are_no_drafts_is_said_only_to_who_asked_for_some() -> None:
-    reason = "cache-aware routing"
-    line = [f"[qwen36] COLI_LOOKUP=1: no drafts under {reason}"]
-    assert drafting_off(load({}, {})[0], "qwen36", reason) == []
-    assert drafting_off(load({}, {"COLI_LOOKUP": "0"})[0], "qwen36", reason) == []
-    assert drafting_off(load({}, {"COLI_LOOKUP": "1"})[0], "qwen36", reason) == line
-    assert drafting_off(load({"lookup": True}, {"COLI_LOOKUP": "0"})[0], "qwen36", reason) == line
-    assert drafting_off(load({"lookup": False}, {"COLI_LOOKUP": "1"})[0], "qwen36", reason) == []
 
 
 @pytest.mark.parametrize(
