@@ -21,6 +21,7 @@ from coli.expert_forms import KINDS
 from coli.experts import ExpertStore, NoExperts, plan_experts
 from coli.formats import ggml
 from coli.formats.checkpoint import Checkpoint
+from coli.kernels.blocked import BLOCKED, base_kind
 from coli.models import find
 from coli.models.base import Weights, never
 from coli.models.families import Family, family_of
@@ -36,7 +37,6 @@ from coli.speculation.vocabulary import FixedVocabulary, Vocabulary, open_vocabu
 from coli.tokenizer import Tokenizer
 
 Progress: TypeAlias = Callable[[str], None]
-_WORDS = {"int8": "int8 rows", "fp8": "FP8"}
 
 
 class Engine:
@@ -111,6 +111,10 @@ class Engine:
             self._load_head(plan, kernels, opened)
         self.notes += dict.fromkeys(note for store in self.stores for note in store.notes)  # head and trunk, once
         self.notes += _decoded(self.weights)
+        if settings.trunk_int8 and not any(kind.startswith("int8") for kind in self.weights.kinds):
+            self.notes.append("--trunk int8 has no effect: no dense matrix is stored as floats")
+        if settings.experts != "stored" and not g.experts:
+            self.notes.append(f"--experts {settings.experts} has no effect: the model has no experts")
         self.notes += idle(settings, head=self.head is not None)
 
     @property
@@ -250,8 +254,7 @@ class Engine:
     def _dense_words(self) -> str:
         """The formats dense matrices run in, the largest first."""
         kinds = sorted(self.weights.kinds, key=lambda kind: -self.weights.kinds[kind])
-        words = ", ".join(_WORDS.get(kind, kind) for kind in dict.fromkeys(kind.removesuffix("f") if kind not in
-                          KINDS.values() else kind for kind in kinds))  # fmt: skip
+        words = ", ".join(dict.fromkeys(map(_kind_words, kinds)))
         exact = self.settings.act == "f32" and any(kind not in KINDS.values() for kind in kinds)
         return words + " with float32 activations" * exact
 
@@ -267,6 +270,12 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _kind_words(kind: str) -> str:
+    """A GEMV kind as a user knows the format: floats in lower case, GGUF's types and FP8 in upper case."""
+    base = base_kind(kind)
+    return "int8 rows" if base.startswith("int8") else base.upper() if base in BLOCKED or base == "fp8" else base
 
 
 def _decoded(weights: Weights) -> list[str]:

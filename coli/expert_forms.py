@@ -95,7 +95,7 @@ class Matrix:
         if self.dtype in INTEGERS:
             by = "rows" if self.group == self.k else f"groups of {self.group}"
             return f"{'int8' if self.dtype == BYTES else 'int4'} {by}"
-        return KINDS.get(self.dtype, self.dtype)
+        return "FP8" if self.dtype == "F8_E4M3" else KINDS.get(self.dtype, self.dtype)
 
 
 def planar_row(k: int) -> int:

@@ -33,6 +33,7 @@ from coli.formats.fp8 import SCALE, block_size
 from coli.formats.safetensors import Tensor
 from coli.formats.sidecar import Sizes
 from coli.formats.strict import AGAIN, show
+from coli.kernels.blocked import BLOCKED
 
 _ALIGN = 64
 
@@ -57,7 +58,8 @@ class Part:
 
 @dataclass(frozen=True)
 class ExpertRecord:
-    """What a slot of one layer holds. `gate` and `up` are of one kind."""
+    """What a slot of one layer holds. `gate` and `up` multiply the same rows: of one kind, or both of block-quantised
+    ones."""
 
     gate: Part
     up: Part
@@ -175,7 +177,8 @@ def layer_experts(checkpoint: Checkpoint, sizes: Sizes, prefix: str, mode: str =
     source, located = find(checkpoint, sizes, prefix, beside)
     matrices = [entry.matrix for entry in located]
     gate, up, down = (forms.kind_of(m, mode) for m in matrices)
-    if gate != up or matrices[0].block != matrices[1].block:
+    same = gate == up and matrices[0].block == matrices[1].block
+    if not same and not {gate, up} <= BLOCKED.keys():  # all of those take the same codes of x
         gate = up = "f32"
     kinds = gate, up, down
     return LayerExperts(prefix, located, record_of(matrices, kinds, suffix), kinds, source)

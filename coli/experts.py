@@ -101,14 +101,22 @@ def _beside(
         return None, []
     wanted = {"int4": (4,), "int8": (8,)}[mode] if own else (4, 8) if mode == "int4" else (8, 4)
     folders = [folder for bits in wanted for folder in sidecar.folders(checkpoint.folder, bits)]
-    notes = []
+    notes, lacking = [], None
     for folder in sorted(folders, key=lambda folder: not sidecar.is_complete(folder)):
         if own and not sidecar.is_complete(folder):
             notes.append(f"{folder.name} is left alone: it is not complete, `coli convert` goes on where it stopped")
             continue
         beside = sidecar.open_sidecar(checkpoint, folder, geometry)
-        if all(beside.holds(prefix) for prefix in prefixes):
+        missing = next((prefix for prefix in prefixes if not beside.holds(prefix)), None)
+        if missing is None:
             return beside, notes
+        lacking = lacking or (folder, _layer_name(missing))
+    if lacking is not None:
+        folder, layer = lacking
+        if not own:
+            raise ModelError(f"the sidecar has no experts of {layer}, and the checkpoint has none at all", folder,
+                             "download its missing files, or convert again")  # fmt: skip
+        notes.append(f"{folder.name} has no experts of {layer}: the checkpoint's own are rounded")
     return None, notes
 
 
@@ -117,9 +125,7 @@ def _format(layers: Sequence[LayerExperts]) -> str:
     if not layers:
         return "none"
     main = Counter(words for layer in layers for words in layer.words).most_common(1)[0][0]
-    others = Counter((part, words) for layer in layers
-                     for part, words in dict.fromkeys(zip(("gate and up",) * 2 + ("down",), layer.words, strict=True))
-                     if words != main)  # fmt: skip
+    others = Counter(part for layer in layers for part in _parts(layer.words) if part[1] != main)
     text = main
     for (part, words), count in sorted(others.items()):
         text += f", {part} {words}" + (f" in {count} of {len(layers)} layers" if count < len(layers) else "")
@@ -131,6 +137,13 @@ def _format(layers: Sequence[LayerExperts]) -> str:
     return f"{text} ({source})" if source else text
 
 
+def _parts(words: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, words) of the parts of a layer's experts; gate and up are one where they are alike."""
+    gate, up, down = words
+    inner = [("gate and up", gate)] if gate == up else [("gate", gate), ("up", up)]
+    return [*inner, ("down", down)]
+
+
 def _notes(layers: Sequence[LayerExperts], mode: str) -> list[str]:
     """What decoding and rounding cost; what a wish does not change."""
     notes = []
@@ -138,7 +151,10 @@ def _notes(layers: Sequence[LayerExperts], mode: str) -> list[str]:
                 for located, kind in zip(layer.located, layer.kinds, strict=True)]  # fmt: skip
     decoded = sorted({m.words for m, kind in matrices if kind == "f32" and m.dtype != "F32"})
     if decoded:
-        notes.append(f"experts of {', '.join(decoded)} are decoded to float32 as they are read, exactly: "
+        unlike = any(layer.kinds[0] == "f32" and layer.located[0].matrix.dtype != layer.located[1].matrix.dtype
+                     for layer in layers)  # fmt: skip
+        why = " (gate and up differ in type)" * unlike
+        notes.append(f"experts of {', '.join(decoded)} are decoded to float32 as they are read, exactly{why}: "
                      f"{_growth(layers, 'f32')}")  # fmt: skip
     rounded = sorted({m.words for m, kind in matrices if kind in REQUANTISED and m.dtype not in INTEGERS})
     if rounded:
@@ -320,9 +336,7 @@ class ExpertStore:
             return self._checkpoint.preadv(tensor.path, buffers, offset)
 
     def _name(self, layer: int, miss: _Miss) -> str:
-        name = self.layers[layer]
-        where = "the draft head" if name.startswith("mtp.") else name.rstrip(".").replace("layers.", "layer ")
-        return f"expert {miss.expert} of {where}"
+        return f"expert {miss.expert} of {_layer_name(self.layers[layer])}"
 
     def close(self) -> None:
         """End the reading threads and empty the cache; the arenas go once no view of them is left."""
@@ -343,6 +357,10 @@ class NoExperts(ExpertStore):
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _layer_name(prefix: str) -> str:
+    return "the draft head" if prefix.startswith("mtp.") else prefix.rstrip(".").replace("layers.", "layer ")
 
 
 def _arena(nbytes: int) -> np.ndarray:

@@ -91,8 +91,9 @@ def _field(rows: Sequence[Variable]) -> Any:
 class Settings:
     """What a command runs with. `ram` is in bytes; `origins` names the fields that a flag or a variable set."""
 
-    model: str | None = variable("COLI_MODEL", Text("a folder or a Hugging Face id in the local cache"), None,
-                                 "the model to load", flag="--model", unset="the shipped nano model")  # fmt: skip
+    model: str | None = variable("COLI_MODEL", Text("a folder, a .gguf file or the id of a model in the Hugging Face "
+                                                    "cache"), None, "the model to load", flag="--model",
+                                 unset="the shipped nano model")  # fmt: skip
     ctx: int = variable("COLI_CTX", Whole(1), 8192, "positions kept: prompt and answer together; the default is cut "
                         "to the model's limit, a larger value given is refused", flag="--ctx")  # fmt: skip
     ram: int | None = variable("RAM_GB", Gigabytes(), None, "memory budget that the expert cache is sized by",

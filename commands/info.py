@@ -59,7 +59,7 @@ def describe(path: Path) -> dict[str, Any]:
             "geometry": {name: _plain(value) for name, value in asdict(geometry).items()},
             "formats": {dtype: {"tensors": number, "bytes": nbytes} for dtype, (number, nbytes) in found.types.items()},
             "sizes": {name: getattr(found, name) for name in _SIZES},
-            "total_bytes": checkpoint.nbytes,
+            "total_bytes": found.nbytes,
         }
 
 

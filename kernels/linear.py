@@ -50,10 +50,10 @@ def _tile_rows(tiles, count, padded):
 
 
 @njit
-def _product(p, w, s, xs, ys, count, padded, j0, j1):
-    """All `count` activation rows over weight rows j0..j1; arguments 5..10 of `p` are the same in all
+def _product(p, tiles, w, s, xs, ys, count, padded, j0, j1):
+    """All `count` activation rows over weight rows j0..j1; arguments 5..8 and 10 of `p` are the same in all
     drivers."""
-    n, k, a, b, tiles, grain = ai(p, 5), ai(p, 6), ai(p, 7), ai(p, 8), ai(p, 9), ai(p, 10)
+    n, k, a, b, grain = ai(p, 5), ai(p, 6), ai(p, 7), ai(p, 8), ai(p, 10)
     block = j1 - j0
     if _tile_rows(tiles, count, padded) < count:
         block = max(_CACHED_WEIGHTS // k // grain, 1) * grain
@@ -74,7 +74,7 @@ def linear(p, tid, nt):
     first, last = share((n + grain - 1) // grain, tid, nt)
     count = rows(ai(p, 0))
     if first < last:
-        _product(p, ai(p, 1), ai(p, 2), ai(p, 3), ai(p, 4), count, True, first * grain, min(last * grain, n))
+        _product(p, ai(p, 9), ai(p, 1), ai(p, 2), ai(p, 3), ai(p, 4), count, True, first * grain, min(last * grain, n))
 
 
 @njit(inline="always")
@@ -109,14 +109,16 @@ def grouped(p, tid, nt):
         if unit + j1 - j0 < last:
             then, _, _, k0, k1 = _piece(p, unit + j1 - j0, last, units)
             _ahead(then + ai(p, 1) + k0 * grain * ai(p, 11), (k1 - k0) * grain, ai(p, 11))
-        _product(p, record + ai(p, 1), record + ai(p, 2), xs, ys, count, False, j0 * grain, min(j1 * grain, n))
+        row0, row1 = j0 * grain, min(j1 * grain, n)
+        _product(p, ai(p, 9), record + ai(p, 1), record + ai(p, 2), xs, ys, count, False, row0, row1)
         unit += j1 - j0
 
 
 def gated(p, tid, nt):
     """Experts' inner rows, silu(gate) * up: 0..10 as `grouped` has them, of the gate; 11 w offset, 12 s offset and
-    13 ys of up, 14 out (row addresses by pair; may be the gate's), 15 bytes of a weight row. A thread has the same rows
-    of both, so it needs to wait for none."""
+    13 ys of up, 14 out (row addresses by pair; may be the gate's), 15 bytes of a weight row, 16 tiles of up and
+    17 bytes of its weight row: two kinds may meet that take the same x. A thread has the same rows of both, so it needs
+    to wait for none."""
     n, grain = ai(p, 5), ai(p, 10)
     units = (n + grain - 1) // grain
     unit, last = share(ld1_i64(ai(p, 0)) * units, tid, nt)
@@ -124,12 +126,12 @@ def gated(p, tid, nt):
         record, pair, count, j0, j1 = _piece(p, unit, last, units)
         xs, gates, ups, outs = ai(p, 3) + pair, ai(p, 4) + pair, ai(p, 13) + pair, ai(p, 14) + pair
         row0, row1 = j0 * grain, min(j1 * grain, n)
-        _ahead(record + ai(p, 11) + row0 * ai(p, 15), row1 - row0, ai(p, 15))
-        _product(p, record + ai(p, 1), record + ai(p, 2), xs, gates, count, False, row0, row1)
+        _ahead(record + ai(p, 11) + row0 * ai(p, 17), row1 - row0, ai(p, 17))
+        _product(p, ai(p, 9), record + ai(p, 1), record + ai(p, 2), xs, gates, count, False, row0, row1)
         if unit + j1 - j0 < last:
             then, _, _, k0, k1 = _piece(p, unit + j1 - j0, last, units)
             _ahead(then + ai(p, 1) + k0 * grain * ai(p, 15), (k1 - k0) * grain, ai(p, 15))
-        _product(p, record + ai(p, 11), record + ai(p, 12), xs, ups, count, False, row0, row1)
+        _product(p, ai(p, 16), record + ai(p, 11), record + ai(p, 12), xs, ups, count, False, row0, row1)
         for i in range(0, 8 * count, 8):
             b0, b1 = row0 // 16, (row1 + 15) // 16
             gate_blocks(ld1_i64(gates + i), ld1_i64(ups + i), ld1_i64(outs + i), b0, b1, n)
@@ -167,7 +169,7 @@ def listed(p, tid, nt):
     else:
         first, last = share((count + grain - 1) // grain, tid, nt)
         j0, j1 = first * grain, min(last * grain, count)
-    _product(p, ai(p, 1), ai(p, 2), ai(p, 3), ai(p, 4), rows(ai(p, 0)), False, j0, j1)
+    _product(p, ai(p, 9), ai(p, 1), ai(p, 2), ai(p, 3), ai(p, 4), rows(ai(p, 0)), False, j0, j1)
 
 
 @njit(inline="always")

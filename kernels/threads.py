@@ -36,7 +36,6 @@ BARRIER, MAY_CUT = 1, 2
 GENERATION, CUT, TABLE, PC, END, THREADS, QUIT, SPINS, IDLE_SPINS = 0, 16, 32, 33, 34, 35, 36, 37, 38
 LINES = 64  # thread t's line begins at LINES + 16 * t
 PHASE, SEEN, PARKED, DONE, CPU = 0, 1, 2, 3, 4
-CELLS = LINES + 16 * 256  # room for 256 threads
 
 _YIELDS = 4000  # before a waiting thread sleeps between looks, and an idle worker goes to sleep for good
 _NAP_US = 50

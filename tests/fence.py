@@ -111,11 +111,11 @@ def play(side: str) -> dict[str, Any]:
     from coli.settings import MOST_DRAFTS
     from coli.speculation.options import Speculation
     from tests.speculation import harness
-    from tests.speculation.engines import ENGINES, ENGINES36, Engines
+    from tests.speculation.engines import EVERY, Engines
 
     with tempfile.TemporaryDirectory() as folder:
         engines = Engines(Path(folder))
-        for name in (*ENGINES, *ENGINES36):
+        for name in EVERY:
             recording = engines.recording(name, 1)
             most, lookup = MOST_DRAFTS[recording.engine.name], recording.engine.head is None
             forced = Speculation(drafts=most, most=most, lookup=lookup, gate=False, mtp_force="cycle",

@@ -13,15 +13,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.speculation.engines import QUOTAS, QUOTAS36, WALKS, Engines
+from tests.speculation.engines import QUOTAS, QUOTAS36, QUOTAS_FILES, WALKS, Engines
 from tests.speculation.harness import Compared
 
 
 def main(tokens: int = 1_000_000, first: int = 1000) -> int:
-    start, differences, share = time.perf_counter(), 0, tokens / sum((QUOTAS | QUOTAS36).values())
+    quotas = QUOTAS | QUOTAS36 | QUOTAS_FILES
+    start, differences, share = time.perf_counter(), 0, tokens / sum(quotas.values())
     with tempfile.TemporaryDirectory() as folder:
         engines = Engines(Path(folder))
-        for name, quota in (QUOTAS | QUOTAS36).items():
+        for name, quota in quotas.items():
             target, begun, number = Compared.tokens + -int(-quota * share // 1), time.perf_counter(), first
             while Compared.tokens < target:
                 try:

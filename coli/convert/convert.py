@@ -122,12 +122,16 @@ class _Run:
             raise write_error(error, folder) from error
 
     def _finish(self) -> None:
-        """The small files, the one that makes it a model last; nothing where an earlier run came to its end."""
-        if self.state.complete and not self.left:
-            return
+        """The small files, the one that makes it a model last; where an earlier run came to its end, those that are
+        gone since."""
+        done = self.state.complete and not self.left
         for name, data in self.plan.finals:
-            self._folder((self.plan.root / name).parent)
-            write_whole(self.plan.root / name, data)
+            path = self.plan.root / name
+            if not (done and path.is_file()):
+                self._folder(path.parent)
+                write_whole(path, data)
+        if done:
+            return
         self.state.complete = True
         self.state.save()
 

@@ -10,6 +10,7 @@ Invariant: the bytes are a function of source and options alone. Guarded by test
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -30,6 +31,7 @@ from coli.formats.safetensors import STORAGE
 
 PART = ".part"
 HEADER_STEP = 8  # the format's own: a header's bytes are padded to it
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -173,4 +175,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_error(error: OSError, path: object) -> ColiError:
-    return ColiError(f"cannot write: {error.strerror}", path, "make room, then give the same command again: it goes on")
+    hint = "make room, then give the same command again: it goes on"
+    hint = hint if error.errno in _FULL else "give a folder you may write, on a disk that is well"
+    return ColiError(f"cannot write: {error.strerror}", path, hint)

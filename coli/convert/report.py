@@ -77,7 +77,7 @@ class Tally:
 
 
 def _squares(values: np.ndarray) -> float:
-    return float(np.square(values).sum(dtype=np.float64))
+    return float(np.square(values, dtype=np.float64).sum())  # a float32 square ends at 1.8e19
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from typing import Any
 from coli.convert.files import PART, publish, write_error, write_part, write_whole
 from coli.convert.report import Options, Tally
 from coli.errors import ModelError
+from coli.formats.checkpoint import CONVERSION
 from coli.formats.strict import listing, read_object
 
 __all__ = ["NAME", "State", "fingerprint", "publish", "write_part"]
 
-NAME = "convert.json"
+NAME = CONVERSION
 FORMAT, VERSION = "coli.convert", 1
 _AFRESH = "delete the folder to start afresh, or give another one"
 

@@ -29,6 +29,7 @@ from coli.formats.safetensors import Tensor, header_of, open_file
 from coli.formats.strict import AGAIN, counted, listing, read_object, show
 
 INDEX = "model.safetensors.index.json"
+CONVERSION = "convert.json"  # coli/convert/state.py
 _PREFIXES = ("model.language_model.", "model.")
 _IGNORED = ("model.visual.", "visual.")
 _NUMBERED = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")
@@ -134,6 +135,7 @@ class Checkpoint:
             raise ModelError(what, self.folder, "give the folder that holds config.json and the .safetensors files")
         if not (self.folder / "config.json").exists():
             _refuse_gguf(self.folder)
+            _refuse_unfinished(self.folder)
         hint = "give the folder of a Hugging Face checkpoint: config.json beside the .safetensors files"
         self.raw_config = read_object(self.folder / "config.json", "config.json", hint=hint)
         self.config, self.quantization = flatten(self.raw_config, self.folder / "config.json")
@@ -279,6 +281,13 @@ def _refuse_gguf(folder: Path) -> None:
     names = [name for name in names if not later.fullmatch(name)]
     if names:
         raise ModelError("a folder of GGUF files", folder, f"give the file itself: {listing(names)}")
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    """The error for what an interrupted `coli convert` left: its config.json comes last."""
+    if (folder / CONVERSION).exists():
+        raise ModelError("a conversion that has not come to its end", folder,
+                         "give the same `coli convert` again: it goes on where it stopped")  # fmt: skip
 
 
 def read_error(error: OSError, what: str, path: object) -> ReadError:

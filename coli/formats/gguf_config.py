@@ -2,7 +2,9 @@
 
 Idea: `geometry` of an engine reads one spelling. So each architecture has a function here that turns llama.cpp's keys
 (`{arch}.block_count`, ...) into that spelling; types are checked here, ranges and agreement by the geometry.
-Layers: `block_count` includes the draft heads (`nextn_predict_layers`), `num_hidden_layers` does not. Numbers that were
+Layers: `block_count` includes the draft heads (`nextn_predict_layers`), `num_hidden_layers` does not; a block is a head
+by its tensors (`nextn.*`): without the key the last one may be, and with it one that has none is refused, for it might
+be a layer of the trunk (a head that was taken out whole leaves no block, and is none). Numbers that were
 stored in 32 bits come back as the decimal number they were (1e-06), so a folder and its GGUF compute the same bits.
 Not stored: the padding of the n-gram table (its length says it) and the hash's seed (the layout check compares the
 multipliers). Source: model_spec.md 9. Guarded by tests/formats/test_gguf.py.
@@ -37,10 +39,18 @@ class Keys:
             raise ModelError(what, where, f"coli runs {', '.join(CONFIGS)}")
         self.arch = arch
         self.blocks = self.whole("block_count")
-        self.heads = self.whole("nextn_predict_layers", 0)  # of them draft heads
+        headed = self._has(self.blocks - 1, "nextn.")
+        self.heads = self.whole("nextn_predict_layers", int(headed))  # of them draft heads
         if not 0 < self.blocks <= BLOCK_LIMIT or not 0 <= self.heads < self.blocks:
             raise self.bad("block_count", f"{self.blocks} with {self.heads} of them draft heads is absurd")
         self.layers = self.blocks - self.heads
+        if self.heads and self._has(self.layers) and not self._has(self.layers, "nextn."):
+            raise self.bad("nextn_predict_layers", f"block {self.layers} would be a draft head, but it has no nextn "
+                           "tensors")  # fmt: skip
+
+    def _has(self, block: int, part: str = "") -> bool:
+        """Whether the file has tensors of this block whose names go on like that."""
+        return any(name.startswith(f"blk.{block}.{part}") for name in self.tensors)
 
     def bad(self, key: str, what: str) -> ModelError:
         return ModelError(f"{self.arch}.{key}: {what}", self.where, OTHER)

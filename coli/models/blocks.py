@@ -178,7 +178,7 @@ class Blocks:
         x_list, gate, up, act, down = self.lists
         p.op("gated", self.groups, record.gate.at, record.gate.scale_at, x_list, gate, g.moe_inter, g.hidden,
              *record.gate.block, p.tiles(record.gate.kind), GRAIN, record.up.at, record.up.scale_at, up, gate,
-             record.gate.row_bytes)
+             record.gate.row_bytes, p.tiles(record.up.kind), record.up.row_bytes)
         end = self._down(record, gate, act, down)
         return group, end
 

@@ -2,6 +2,8 @@
 
 Idea: names and dtypes tell all of it, so one function serves every engine and every format; the geometry is asked only
 for the number and the size of the experts. Nothing is judged here: whether a checkpoint loads is its family's `check`.
+A sidecar is part of the model where the checkpoint has no routed experts of its own, as the expert store takes it then;
+beside experts of the checkpoint it is only named.
 Guarded by tests/models/test_describe.py.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from coli.formats import container, ggml, sidecar
 from coli.formats.checkpoint import Checkpoint
@@ -20,6 +22,15 @@ from coli.report import count
 
 FLOATS = ("F64", *ggml.FLOATS)
 _SCALES = (SCALE, ".qs", "weight_scale")
+
+
+class _Seen(NamedTuple):
+    """What is described: an open checkpoint with its geometry, the sidecar its experts are in, the tensors of both."""
+
+    checkpoint: Checkpoint
+    geometry: Any
+    beside: sidecar.Sidecar | None
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,17 @@ class Description:
     ignored: int
     expert_record: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.dense + self.experts + self.table + self.mtp
+
 
 def describe(checkpoint: Checkpoint, geometry: Any, engine: str) -> Description:
     """Describe an open checkpoint whose geometry this engine read. Raises ModelError for a container's expert of an
-    impossible size and for a sidecar's index that cannot be read."""
-    tensors = checkpoint.tensors
+    impossible size and for a sidecar that cannot be read."""
+    beside = _sidecar_of(checkpoint, geometry)
+    tensors = checkpoint.tensors | dict(beside.tensors if beside else {})
+    seen = _Seen(checkpoint, geometry, beside, tensors)
     sums = dict.fromkeys(("dense", "experts", "table", "mtp"), 0)
     types: dict[str, tuple[int, int]] = {}
     for name, tensor in tensors.items():
@@ -56,10 +73,19 @@ def describe(checkpoint: Checkpoint, geometry: Any, engine: str) -> Description:
     layers = {name.split(".")[1] for name in tensors if use_of(name) == "experts"}
     return Description(
         engine=engine, model_type=str(checkpoint.config.get("model_type")), architecture=_architecture(checkpoint),
-        format=_format(checkpoint), quantisation=_quantisation(checkpoint, geometry), head=_head(checkpoint, geometry),
+        format=_format(seen), quantisation=_quantisation(seen), head=_head(seen),
         types=types, **sums, ignored=sum(tensor.nbytes for tensor in checkpoint.ignored),
         expert_record=sums["experts"] // (len(layers) * geometry.experts) if layers else 0,
     )  # fmt: skip
+
+
+def _sidecar_of(checkpoint: Checkpoint, geometry: Any) -> sidecar.Sidecar | None:
+    """The sidecar with the experts of a checkpoint that has none of its own, the one of most bits; None without."""
+    if not geometry.experts or any(use_of(name) == "experts" for name in checkpoint.tensors):
+        return None
+    folders = (folder for bits in (8, 4) for folder in sidecar.folders(checkpoint.folder, bits))
+    whole = next((folder for folder in folders if sidecar.is_complete(folder)), None)
+    return None if whole is None else sidecar.open_sidecar(checkpoint, whole, geometry)
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
@@ -69,18 +95,19 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
-def _format(checkpoint: Checkpoint) -> str:
+def _format(seen: _Seen) -> str:
+    checkpoint = seen.checkpoint
     kind = "GGUF" if checkpoint.traits.gguf else "int4/int8 container" if checkpoint.meta else "safetensors"
     files = {tensor.path for tensor in (*checkpoint.tensors.values(), *checkpoint.ignored)}
-    return f"{kind}, {count(len(files), 'file')}"
+    return f"{kind}, {count(len(files), 'file')}" + (f", and {seen.beside.folder.name}" if seen.beside else "")
 
 
 # ---- what is quantised -----------------------------------------------------------------------------------------------
 
 
-def _quantisation(checkpoint: Checkpoint, geometry: Any) -> str:
-    groups = {use: _matrices(checkpoint, use) for use in ("dense", "experts", "table")}
-    words = {use: _words(checkpoint, geometry, found) for use, found in groups.items() if found}
+def _quantisation(seen: _Seen) -> str:
+    groups = {use: _matrices(seen, use) for use in ("dense", "experts", "table")}
+    words = {use: _words(seen, found) for use, found in groups.items() if found}
     dtypes = {tensor.dtype for found in groups.values() for tensor in found.values()}
     if dtypes <= {*FLOATS}:
         text = f"none ({', '.join(sorted(dtypes))})"
@@ -90,32 +117,36 @@ def _quantisation(checkpoint: Checkpoint, geometry: Any) -> str:
     decoded = sorted(dtypes & {*ggml.DECODED})
     if decoded:
         text += f"; {', '.join(decoded)} decoded to float32 when loaded"
-    return text + "".join(f"; beside it {what}" for what in _sidecars(checkpoint))
+    return text + "".join(f"; beside it {what}" for what in _sidecars(seen))
 
 
-def _sidecars(checkpoint: Checkpoint) -> Iterable[str]:
-    for folder in sidecar.folders(checkpoint.folder):
-        yield f"{folder.name}{'' if sidecar.is_complete(folder) else ', not complete'}"
+def _sidecars(seen: _Seen) -> Iterable[str]:
+    """Those that are not the model's own."""
+    for folder in sidecar.folders(seen.checkpoint.folder):
+        if seen.beside is None or folder != seen.beside.folder:
+            yield f"{folder.name}{'' if sidecar.is_complete(folder) else ', not complete'}"
 
 
-def _matrices(checkpoint: Checkpoint, use: str) -> dict[str, Tensor]:
+def _matrices(seen: _Seen, use: str) -> dict[str, Tensor]:
     """The weights of this use that are multiplied or looked up, their scales and all vectors left out."""
     return {
-        name: tensor for name, tensor in checkpoint.tensors.items()
+        name: tensor for name, tensor in seen.tensors.items()
         if use_of(name) == use and not name.endswith(_SCALES) and "conv1d" not in name
         and (len(tensor.shape) > 1 or name.endswith("merged_weight"))
     }  # fmt: skip
 
 
-def _words(checkpoint: Checkpoint, geometry: Any, tensors: Mapping[str, Tensor]) -> str:
+def _words(seen: _Seen, tensors: Mapping[str, Tensor]) -> str:
     """The kinds of these weights, those of most bytes first."""
     weights: dict[str, int] = {}
     for name, tensor in tensors.items():
         kind = tensor.dtype
         if name.endswith("merged_weight"):
-            kind = _packed(checkpoint, geometry, name)
+            kind = _packed(seen.checkpoint, seen.geometry, name)
+        elif seen.beside is not None and name in seen.beside.tensors:
+            kind = _packing(container.Packing(seen.beside.bits, seen.beside.group))
         elif kind == "F8_E4M3":
-            kind = "FP8" + _blocks(checkpoint.quantization)
+            kind = "FP8" + _blocks(seen.checkpoint.quantization)
         weights[kind] = weights.get(kind, 0) + tensor.nbytes
     return ", ".join(sorted(weights, key=lambda kind: -weights[kind]))
 
@@ -140,20 +171,19 @@ def _blocks(quantization: Mapping[str, Any]) -> str:
 # ---- the draft head --------------------------------------------------------------------------------------------------
 
 
-def _head(checkpoint: Checkpoint, geometry: Any) -> str | None:
-    names = [name for name in checkpoint.tensors if name.startswith("mtp.")]
+def _head(seen: _Seen) -> str | None:
+    names = [name for name in seen.tensors if name.startswith("mtp.")]
     if not names:
         return None
     layers = {name.split(".")[2] for name in names if name.startswith("mtp.layers.")}
-    form = _form(checkpoint)
-    return ", ".join([
-        count(len(layers), "layer"), f"experts {form}" if form else "dense MLP",
-        _words(checkpoint, geometry, _matrices(checkpoint, "mtp")),
-    ])  # fmt: skip
+    return ", ".join([count(len(layers), "layer"), _form(seen), _words(seen, _matrices(seen, "mtp"))])
 
 
-def _form(checkpoint: Checkpoint) -> str | None:
-    """How the head's routed experts are stored; None where it has none of its own."""
+def _form(seen: _Seen) -> str:
+    """What the head's layer ends in, and how routed experts are stored."""
     forms = {"gate_up_proj": "fused", "gate_proj": "stacked", "0.merged_weight": "packed",
              "0.gate_proj.weight": "one by one"}  # fmt: skip
-    return next((form for name, form in forms.items() if f"{HEAD}mlp.experts.{name}" in checkpoint), None)
+    found = next((form for name, form in forms.items() if f"{HEAD}mlp.experts.{name}" in seen.tensors), None)
+    if found is not None:
+        return f"experts {found}"
+    return "dense MLP" if f"{HEAD}mlp.gate_proj.weight" in seen.tensors else "experts missing"

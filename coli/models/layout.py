@@ -173,8 +173,14 @@ def _without_sidecar(checkpoint: Checkpoint, table: Mapping[str, Shape]) -> dict
 
 
 def _fits(found: Shape, wanted: Shape) -> bool:
-    """Equal, but for dimensions of one: GGUF drops them."""
-    return wanted is ANY or found == wanted or [d for d in found if d != 1] == [d for d in wanted if d != 1]
+    """Equal, but for dimensions of one that are left out: GGUF drops them. A matrix must not have one more, or one
+    elsewhere: whoever reads rows and columns off its shape would read another matrix. A vector is flattened."""
+    if wanted is ANY or found == wanted:
+        return True
+    squeezed = tuple(d for d in wanted if d != 1)
+    if len(found) < len(wanted):
+        return found == squeezed
+    return len(wanted) == 1 and tuple(d for d in found if d != 1) == squeezed
 
 
 def _names(checkpoint: Checkpoint, missing: set[str], unknown: set[str]) -> None:

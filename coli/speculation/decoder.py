@@ -14,6 +14,8 @@ Where we leave those rules, each for a reason:
     sources share T(n).
   - The head's list of tokens (coli/speculation/vocabulary.py) is scored whatever lm_head is stored as: a listed row of
     a bf16 matrix costs no more than its bytes.
+  - Section 3 turns drafting off where a row's result depends on what is resident. Nothing here does: a row has the same
+    bits whatever the expert cache holds, so there is no such case and no line about it.
 A draft's row that cannot be computed (an expert or an n-gram row that only it needs cannot be read, a value overflows)
 is as good as a wrong draft: the answer's rows end before it, and plain decoding decides should it ever come there.
 

@@ -13,7 +13,7 @@ from coli.session import Request, Session
 from coli.settings import load
 from coli.speculation.lookup import Lookup
 from coli.speculation.options import Speculation
-from tests.speculation.engines import ENGINES, ENGINES36
+from tests.speculation.engines import EVERY
 from tests.speculation.harness import compare, record
 
 ALL_STOPS_OFF = frozenset({-1})
@@ -76,7 +76,7 @@ def test_row_04_penalties_see_every_picked_token(engine):
             assert answer(engine, options, request) == plain
 
 
-@pytest.mark.parametrize("name", [*ENGINES, *ENGINES36])
+@pytest.mark.parametrize("name", EVERY)
 def test_row_05_a_rows_bits_do_not_depend_on_how_many_there_are(engines, name):
     """The kernels one by one: tests/kernels; here the whole model, each row of S = 1..8 against S = 1."""
     recording = engines.recording(name, 5)

@@ -63,3 +63,11 @@ def test_errors_are_relative_and_by_kind() -> None:
     assert list(found) == ["gate", "up", "down", "experts"]
     assert all(found[kind] == pytest.approx(value, rel=1e-5) for kind, value in wanted.items())
     assert 0.05 < found["experts"] < 0.15
+
+
+@pytest.mark.filterwarnings("error")
+def test_errors_of_huge_weights_are_numbers() -> None:
+    """convert.json and --json hold them: an infinity or a NaN is no JSON."""
+    tally = Tally()
+    tally.compare("gate", np.array([[3e30, 4e30]], np.float32), np.array([[3e30, 0]], np.float32))
+    assert tally.relative()["gate"] == pytest.approx(0.8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -15,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from coli.convert.convert import convert
+from coli.convert.files import write_error
 from coli.convert.report import Options
 from coli.errors import ColiError, ModelError, UsageError
+from coli.formats.checkpoint import Checkpoint
 from tests.conftest import clean_env
 from tests.convert import reading
 from tests.tiny import tiny_config, write_tiny
@@ -121,6 +124,8 @@ def test_until_its_end_it_is_no_model(whole: tuple, tmp_path: Path) -> None:
         with pytest.raises(Killed), dying(at):
             convert(source, tmp_path / str(at), OPTIONS, on_progress=_hear)
         assert _is_no_model_yet(tmp_path / str(at))
+    with pytest.raises(ModelError, match=r"not come to its end \(give the same `coli convert` again"):
+        Checkpoint.open(tmp_path / str(steps // 2))
 
 
 CHILD = """
@@ -161,6 +166,17 @@ def test_given_again_a_finished_one_is_left_alone(whole: tuple, tmp_path: Path) 
     again = convert(whole[0], tmp_path / "out", OPTIONS)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
     assert again.errors == first.errors and again.written == 0 and again.stored_bytes == first.stored_bytes
+
+
+def test_a_small_file_that_is_gone_comes_back(whole: tuple, tmp_path: Path) -> None:
+    convert(whole[0], tmp_path / "out", OPTIONS)
+    (tmp_path / "out" / "config.json").unlink()
+    assert convert(whole[0], tmp_path / "out", OPTIONS).written == 0 and reading.bytes_of(tmp_path / "out") == whole[1]
+
+
+def test_only_a_full_disk_is_told_to_make_room() -> None:
+    full, forbidden = (write_error(OSError(number, "words"), "a") for number in (errno.ENOSPC, errno.EACCES))
+    assert full.hint.startswith("make room") and forbidden.hint.startswith("give a folder you may write")
 
 
 def test_a_file_cut_short_by_somebody_is_written_again(whole: tuple, tmp_path: Path) -> None:

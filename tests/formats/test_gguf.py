@@ -291,13 +291,28 @@ def test_layers_are_told_by_their_key_value_heads(tmp_path: Path) -> None:
         assert checkpoint.config["layer_types"][3] == "full_attention"
 
 
+def test_a_draft_head_is_told_by_its_tensors(tmp_path: Path) -> None:
+    with Checkpoint.open(changed(tmp_path, "qwen3_5_moe_text", nextn_predict_layers=None)) as checkpoint:
+        assert checkpoint.config["num_hidden_layers"] == 8 and "mtp.fc.weight" in checkpoint
+
+    def left_over(blocks: int) -> Path:
+        """A file whose head was taken out but for the key."""
+        keys = {"qwen35moe.block_count": blocks, "qwen35moe.nextn_predict_layers": 1}
+        return write(tmp_path / "b.gguf", "qwen3_5_moe_text", mtp=False, change=lambda facts: facts.update(keys))
+
+    with Checkpoint.open(left_over(9)) as checkpoint:
+        assert checkpoint.config["num_hidden_layers"] == 8 and not any(n.startswith("mtp.") for n in checkpoint)
+    # block 7 is the trunk's last: to take it for a head would drop a layer without a word
+    refused(left_over(8), "nextn_predict_layers: block 7 would be a draft head")
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"block_count": 0}, "block_count: 0"), ({"block_count": 5000}, "block_count: 5000"),
     ({"nextn_predict_layers": 9}, "block_count: 9 with 9"), ({"full_attention_interval": 0}, "interval"),
     ({"ssm.inner_size": 97}, "ssm.inner_size"), ({"ssm.time_step_rank": 0}, "ssm.inner_size"),
     ({"rope.dimension_count": 33}, "rope.dimension_count"), ({"rope.dimension_count": 0}, "rope.dimension_count"),
     ({"attention.value_length": 31}, "value_length"), ({"attention.head_count": [4, 5] * 4 + [4]}, "head_count"),
-    ({"expert_gating_func": 2}, "softmax"), ({"block_count": 8}, "shape|unknown|has not"),
+    ({"expert_gating_func": 2}, "softmax"), ({"block_count": 8}, "block 7 would be a draft head"),
     ({"tokenizer__ggml__eos_token_id": "x"}, "eos_token_id"),
     ({"general__architecture": None}, "no general.architecture"), ({"general__architecture": 7}, "architecture 7"),
 ])  # fmt: skip

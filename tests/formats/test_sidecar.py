@@ -134,7 +134,22 @@ def test_a_head_that_is_not_in_the_sidecar_is_rounded_from_the_checkpoint(tmp_pa
     write_tiny(tmp_path, CONFIG, dtype="BF16")
     write_sidecar(tmp_path, tiny_weights(CONFIG), head=False)
     assert opened(tmp_path, mode="int4").format == "int4 groups of 64 (sidecar)"
-    assert opened(tmp_path, mode="int4", layers=(HEAD,)).format == "int4 groups of 64 (from bf16)"
+    head = opened(tmp_path, mode="int4", layers=(HEAD,))
+    assert head.format == "int4 groups of 64 (from bf16)"
+    assert "experts-int4g64 has no experts of the draft head: the checkpoint's own are rounded" in head.notes
+
+
+def test_a_layer_that_is_not_in_the_sidecar_is_said(tmp_path):
+    """Rounded where the checkpoint has it, named where the sidecar is all there is."""
+    write_tiny(tmp_path / "a", CONFIG, dtype="BF16")
+    for folder in (tmp_path / "a", bare(tmp_path / "b")):
+        write_sidecar(folder, tiny_weights(CONFIG))
+        (folder / "experts-int4g64" / "layer-001.safetensors").unlink()
+    store = opened(tmp_path / "a", mode="int4")
+    assert store.format == "int4 groups of 64 (from bf16)"
+    assert "experts-int4g64 has no experts of layer 1: the checkpoint's own are rounded" in store.notes
+    with pytest.raises(ModelError, match=r"experts-int4g64: the sidecar has no experts of layer 1, and"):
+        opened(tmp_path / "b")
 
 
 def test_the_sizes_may_be_spelled_as_others_do(tmp_path):

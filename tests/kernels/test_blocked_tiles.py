@@ -186,35 +186,37 @@ def test_a_scale_that_is_no_number_reaches_its_own_row_alone(kind: str) -> None:
     assert close(y[:, plain], wanted[:, plain], np.abs(wanted[:, plain]).max(), 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "q8_0f"])
-def test_experts_as_the_program_runs_them(kind: str) -> None:
-    """gate and up into a row, silu(gate) * up over the gate, prepared or not for down: against product by product."""
+@pytest.mark.parametrize(("kind", "other"), [("q8_0",) * 2, ("q4_k",) * 2, ("q8_0f",) * 2, ("q4_k", "q6_k")])
+def test_experts_as_the_program_runs_them(kind: str, other: str) -> None:
+    """gate and up (of another kind, perhaps) into a row, silu(gate) * up over the gate, prepared or not for down:
+    against product by product."""
     base, counts, hidden, inner = base_kind(kind), [1, 7, 2], 256, 512
     gates = [weight(kind, inner, hidden // BLOCKED[base].elements, seed=e) for e in range(3)]
-    ups = [weight(kind, inner, hidden // BLOCKED[base].elements, seed=10 + e) for e in range(3)]
+    ups = [weight(other, inner, hidden // BLOCKED[base_kind(other)].elements, seed=10 + e) for e in range(3)]
     downs = [weight(kind, hidden, inner // BLOCKED[base].elements, seed=20 + e) for e in range(3)]
-    size = gates[0].packed.nbytes
+    size = max(gates[0].packed.nbytes, ups[0].packed.nbytes)
     arena, groups, pairs = aligned(3 * 3 * size), [3, sum(counts)], 0
     for e, parts in enumerate(zip(gates, ups, downs, strict=True)):
         record = arena[e * 3 * size : (e + 1) * 3 * size]
         for i, part in enumerate(parts):
-            record[i * size : (i + 1) * size] = part.packed
+            record[i * size : i * size + part.packed.nbytes] = part.packed
         groups += [address(record), pairs, counts[e]]
         pairs += counts[e]
     x, cells = activations(pairs, hidden), np.array(groups)
     inputs, prepared = rows_for(kind, x), np.zeros((pairs, prepared_blocks_bytes(inner)), np.uint8)
     both, out = np.zeros((pairs, 2 * inner), np.float32), np.zeros((pairs, hidden), np.float32)
     gate, up, act = pointers(both), pointers(both) + 4 * inner, pointers(prepared)
-    tiles, row = table(kind), size // inner
+    tiles, row, row_up = table(kind), gates[0].packed.nbytes // inner, ups[0].packed.nbytes // inner
     for nt in (1, 2, 3):
         both[:] = out[:] = 0
         into, back = (inner, hidden, 0, 0, tiles, GRAIN), (hidden, inner, 0, 0, tiles, GRAIN)
-        call(gated, cells, 0, 0, pointers(inputs), gate, *into, size, 0, up, gate, row, nt=nt)
+        call(gated, cells, 0, 0, pointers(inputs), gate, *into, size, 0, up, gate, row, table(other), row_up,
+             nt=nt)  # fmt: skip
         source = gate
         if not kind.endswith("f"):
             call(quantize_blocks, cells[1:], gate, act, inner, nt=nt)
             source = act
-        call(grouped, cells, 2 * size, 0, source, pointers(out), *back, size // hidden, nt=nt)
+        call(grouped, cells, 2 * size, 0, source, pointers(out), *back, downs[0].packed.nbytes // hidden, nt=nt)
         at = 0
         for e, count in enumerate(counts):
             part = x[at : at + count]

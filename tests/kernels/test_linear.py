@@ -185,7 +185,7 @@ def test_gated_equals_two_grouped_products_and_swiglu(kind: str, n: int) -> None
     assert expected.any() and not same_bits(gate, ups)
     for nt in (1, 2, 3, 5):
         gate[:], ups[:], out[:] = 0, 0, 0
-        to = (up, up + code, pointers(ups), pointers(out))
+        to = (up, up + code, pointers(ups), pointers(out), code // n, table(kind), code // n)
         call(gated, cells, 0, code, xs, pointers(gate), *tail, *to, nt=nt)
         assert same_bits(out, expected), nt
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coli.formats.checkpoint import Checkpoint
@@ -12,21 +14,21 @@ from coli.models.families import family_of
 from coli.models.find import NANO
 from tests.containers import write_container, write_sidecar
 from tests.gguf_files import write_gguf
-from tests.tiny import write_tiny
+from tests.tiny import tiny_config, tiny_weights, write_tiny
 from tests.tiny36 import block36_config, tiny36_config, tiny36_weights, write_tiny36
 
 MOE, DENSE, CODER = "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"
 
 
-def described(path: Path) -> Description:
-    """The description, whose sums are those of the tensors."""
+def described(path: Path, beside: int = 0) -> Description:
+    """The description, whose sums are those of the tensors; `beside`: those of a sidecar that is the model's own."""
     with Checkpoint.open(path) as checkpoint:
         family = family_of(checkpoint)
         geometry = family.geometry(checkpoint.config, checkpoint.config_path)
         found = describe(checkpoint, geometry, family.name)
-        assert found.dense + found.experts + found.table + found.mtp == checkpoint.nbytes
-        assert sum(nbytes for _, nbytes in found.types.values()) == checkpoint.nbytes
-        assert sum(count for count, _ in found.types.values()) == len(checkpoint.tensors)
+        assert found.dense + found.experts + found.table + found.mtp == found.nbytes == checkpoint.nbytes + beside
+        assert sum(nbytes for _, nbytes in found.types.values()) == found.nbytes
+        assert beside or sum(count for count, _ in found.types.values()) == len(checkpoint.tensors)
         assert found.ignored == sum(tensor.nbytes for tensor in checkpoint.ignored)
     return found
 
@@ -92,3 +94,29 @@ def test_what_lies_beside_a_checkpoint_is_named(tmp_path: Path) -> None:
     assert described(folder).quantisation == (
         "none (BF16); beside it experts-int4g64; beside it experts-int8g32, not complete"
     )
+
+
+def drop_experts(weights: dict[str, np.ndarray]) -> None:
+    for name in [name for name in weights if ".mlp.experts." in name]:
+        del weights[name]
+
+
+@pytest.mark.parametrize(("bits", "group", "nbytes"), [(4, 64, 0.5 + 4 / 64), (8, 32, 1 + 4 / 32)])
+def test_experts_that_are_only_in_a_sidecar_are_the_models_own(
+    tmp_path: Path, bits: int, group: int, nbytes: float
+) -> None:
+    config = tiny_config(hidden_size=64, moe_intermediate_size=64)
+    weights, folder = tiny_weights(config), write_tiny(tmp_path, config, dtype="BF16", change=drop_experts)
+    write_sidecar(folder, weights, bits=bits, group=group, index={"complete": False})
+    left = described(folder)
+    assert "not complete" in left.quantisation and left.head == "1 layer, experts missing, BF16"
+    shutil.rmtree(folder / f"experts-int{bits}g{group}")
+    write_sidecar(folder, weights, bits=bits, group=group)
+    record = round(3 * 64 * 64 * nbytes)
+    stored = record * config["num_experts"] * (config["num_hidden_layers"] + 1)  # and the head's
+    found = described(folder, stored)
+    assert found.expert_record == record and found.experts == stored - record * config["num_experts"]
+    assert found.quantisation == f"dense BF16; experts int{bits} groups of {group}; n-gram table BF16"
+    assert found.format == f"safetensors, 1 file, and experts-int{bits}g{group}"
+    assert found.head == f"1 layer, experts one by one, BF16, int{bits} groups of {group}"
+    assert found.types[{4: "U8", 8: "I8"}[bits]][0] == 3 * config["num_experts"] * (config["num_hidden_layers"] + 1)

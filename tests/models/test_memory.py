@@ -13,8 +13,10 @@ from coli.errors import DoesNotFit
 from coli.models import qwen38_program
 from coli.settings import load
 from tests.big_checkpoint import write_real_geometry
+from tests.gguf_files import write_gguf
 from tests.models.bench_model import Opened
 from tests.tiny import odd_config, tiny_config, write_tiny
+from tests.tiny36 import FAMILIES, HEADED, block36_config, tiny36_config, tiny36_weights
 
 # One process: open, run a prompt and some tokens, print what the engine planned and what the kernel counted.
 RUN = """
@@ -69,6 +71,20 @@ def test_the_workspace_is_what_was_computed(tmp_path, ctx, odd):
         assert abs(kv - ctx * spec.kv_bytes_per_token()) <= 8 * spec.attention_layers * spec.index_dim
         assert state.recurrent.live.nbytes == spec.recurrent_bytes()
         assert sum(ring.nbytes for ring in state.rings) == spec.ring_bytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("types", ["F32", "Q8_0"])
+def test_the_other_engines_workspace_is_what_was_computed(tmp_path, family, types):
+    """Integer weights want int8 codes of every row besides."""
+    config = (tiny36_config if types == "F32" else block36_config)(family)
+    path = write_gguf(tmp_path / "m.gguf", config, tiny36_weights(config, 0, family in HEADED), types=types)
+    with Opened(path, ctx=256, threads=3, mtp=family in HEADED) as opened:
+        engine = opened.engine
+        computed, used = engine.terms.workspace, engine.model.workspace_bytes
+        assert used - 4096 <= computed <= 1.03 * used + 4096
+        weights = sum(engine.weights.kinds.values())
+        assert weights <= engine.terms.dense + engine.terms.head <= weights + engine.terms.head + 65536
 
 
 def test_the_shipped_model_holds_what_was_planned():

@@ -280,3 +280,26 @@ def test_what_the_family_has_not_is_unknown(tmp_path, tensors):
 def test_a_wrong_shape_is_named(tmp_path, tensors):
     put = {"model.norm.weight": store(np.ones(65, np.float32), "F32")}
     refused(tmp_path, tensors, "norm.weight: expected [64], found [65]", put=put)
+
+
+TURNED = {  # a dimension of one too many, or at another place: read as [n, k] it would be another matrix
+    "one too many": ("layers.3.self_attn.q_proj.weight", (-1, 1, 64)),
+    "taps last": ("layers.0.linear_attn.conv1d.weight", (-1, 4, 1)),
+    "channels second": ("layers.0.linear_attn.conv1d.weight", (1, -1, 4)),
+    "a column": ("layers.0.mlp.shared_expert_gate.weight", (-1, 1)),
+    "a router's column": ("layers.0.mlp.gate.weight", (-1, 1)),
+    "experts": ("layers.0.mlp.experts.down_proj", (-1, 1, 64, 32)),
+}
+
+
+@pytest.mark.parametrize(("name", "shape"), TURNED.values(), ids=TURNED.keys())
+def test_dimensions_of_one_do_not_turn_a_matrix(tmp_path, name, shape):
+    """A column read for a row has as many outputs as the row has inputs: they would not fit what they are put in."""
+    one = {"num_experts": 1, "num_experts_per_tok": 1} if name.endswith("mlp.gate.weight") else {}
+
+    def change(weights):
+        weights[name] = weights[name].reshape(shape)
+
+    folder = write_tiny36(tmp_path, tiny36_config("qwen3_5_moe_text", **one), change=change)
+    with Checkpoint.open(folder) as checkpoint, pytest.raises(ModelError, match=f"wrong shape: {re.escape(name)}"):
+        check(checkpoint, geometry(checkpoint.config))

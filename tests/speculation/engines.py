@@ -12,9 +12,19 @@ import numpy as np
 
 from coli.engine import Engine
 from coli.settings import load
+from tests.containers import write_container, write_sidecar
+from tests.gguf_files import write_gguf
 from tests.speculation.harness import Recording, fuzz, random_tokens, record
-from tests.tiny import odd_config, write_tiny
-from tests.tiny36 import FAMILIES, every_matrix, odd36_config, tiny36_config, write_tiny36
+from tests.tiny import odd_config, tiny_config, tiny_weights, write_tiny
+from tests.tiny36 import (
+    FAMILIES,
+    block36_config,
+    every_matrix,
+    odd36_config,
+    tiny36_config,
+    tiny36_weights,
+    write_tiny36,
+)
 
 CTX = 128
 WALKS = 12
@@ -65,16 +75,62 @@ HEADED36 = [name for name in ENGINES36 if not name.startswith("coder")]
 QUOTAS36 = {name: 2_000 if "expert" in name else 11_000 for name in ENGINES36}
 
 
+_TWO = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+_MEDIUM = {"": "Q4_K", "blk.0.ffn_down_exps.weight": "Q6_K", "attn_v.weight": "Q6_K", "nextn.eh_proj.weight": "Q6_K",
+           "output.weight": "Q6_K"}  # fmt: skip
+
+# Both engines on what others made of the releases: `types` a GGUF's, `container`, `sidecar`.
+FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gguf q4_k and q6_k": (dict(config=block36_config(MOE, **_TWO), types=_MEDIUM, seed=80),
+                           dict(mtp=True, cap=8, mtp_vocab=50)),
+    "gguf q8_0, one expert": (dict(config=tiny36_config(NEXT), types="Q8_0", seed=81),
+                              dict(mtp=True, cap=1, mtp_cap=1)),
+    "gguf four streams": (dict(config=tiny_config(), types={"": "Q5_0", "_exps.weight": "IQ4_NL"}, seed=82),
+                          dict(cap=8, mtp_vocab=50)),
+    "container int4": (dict(config=tiny36_config(MOE, moe_intermediate_size=64), seed=83,
+                            container=dict(bits=4, group=64)), dict(mtp=True, cap=8, undo="slots")),
+    "container int8 rows": (dict(config=tiny36_config(NEXT), seed=84, container=dict(bits=8)),
+                            dict(mtp=True, cap=3, trunk="int8")),
+    "sidecar int4": (dict(config=tiny_config(moe_intermediate_size=64), dtype="BF16", seed=85, sidecar={}),
+                     dict(experts="int4", cap=8)),
+}  # fmt: skip
+
+QUOTAS_FILES = {name: 1_000 if "expert" in name else 2_000 for name in FILES}
+EVERY = ENGINES | ENGINES36 | FILES
+
+
+def write_model(folder: Path, form: dict[str, Any]) -> Path:
+    """Write a tiny checkpoint of either engine; returns what --model takes."""
+    form = dict(form)
+    config, seed = form.get("config") or tiny_config(), form.get("seed", 0)
+    hybrid = config["model_type"] in FAMILIES
+    types, container, beside = (form.pop(key, None) for key in ("types", "container", "sidecar"))
+    weights = tiny36_weights if hybrid else tiny_weights
+    if types is not None:
+        folder.mkdir(parents=True)
+        return write_gguf(folder / "model.gguf", config, weights(config, seed), types=types)
+    if container is not None:
+        write_container(folder, config, seed=seed, **container)
+        return folder
+    (write_tiny36 if hybrid else write_tiny)(folder, **form)
+    if beside is not None:
+        write_sidecar(folder, weights(config, seed), **beside)
+    return folder
+
+
 def open_tiny(folder: Path, form: dict[str, Any], flags: dict[str, Any]) -> Engine:
-    """Write a tiny checkpoint and open it. COLI_CACHE counts: the sanitizers keep their kernels apart."""
-    family = (form.get("config") or {}).get("model_type")
-    (write_tiny36 if family in FAMILIES else write_tiny)(folder, **form)
+    """Write a tiny checkpoint and open it."""
+    return open_model(write_model(folder, form), flags)
+
+
+def open_model(model: Path, flags: dict[str, Any]) -> Engine:
+    """COLI_CACHE counts: the sanitizers keep their kernels apart."""
     environ = {name: os.environ[name] for name in ("COLI_CACHE",) if name in os.environ}
-    return Engine.open(load({"model": str(folder), "threads": 2, "ctx": CTX} | flags, environ)[0])
+    return Engine.open(load({"model": str(model), "threads": 2, "ctx": CTX} | flags, environ)[0])
 
 
 class Engines:
-    """The engines of `ENGINES` and `ENGINES36`, each opened once, and the recordings made on them."""
+    """The engines of the three tables, each opened once, and the recordings made on them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._opened, self._closing = folder, {}, ExitStack()
@@ -82,7 +138,7 @@ class Engines:
 
     def __getitem__(self, name: str) -> Engine:
         if name not in self._opened:
-            engine = open_tiny(self._folder / str(len(self._opened)), *(ENGINES | ENGINES36)[name])
+            engine = open_tiny(self._folder / str(len(self._opened)), *EVERY[name])
             self._opened[name] = self._closing.enter_context(engine)
         return self._opened[name]
 

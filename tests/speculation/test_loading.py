@@ -89,10 +89,10 @@ def test_every_pick_counts_in_the_vocabulary_the_last_too(folder, tmp_path):
 
 @pytest.mark.parametrize("flags, environ, name", [
     (dict(mtp=False), {"Q38_MTP_DUMP": "x"}, "Q38_MTP_DUMP"),
-    (dict(mtp=False, drafts="3"), {}, "Q38_MTP_DRAFTS"),
-    (dict(lookup=False, lookup_drafts=3), {}, "COLI_LOOKUP_DRAFTS"),
-    (dict(mtp_pstep=True, drafts="1"), {}, "Q38_MTP_PSTEP"),
-    (dict(mtp_pstep=True, gate=False), {}, "Q38_MTP_PSTEP"),
+    (dict(mtp=False, drafts="3"), {}, "--drafts"),
+    (dict(lookup=False, lookup_drafts=3), {}, "--lookup-drafts"),
+    (dict(mtp_pstep=True, drafts="1"), {}, "--pstep"),
+    (dict(mtp_pstep=True, gate=False), {}, "--pstep"),
     ({}, {"Q38_MTP_FORCE": "row3"}, "Q38_MTP_FORCE"),
 ])  # fmt: skip
 def test_a_setting_that_cannot_act_is_said(folder, flags, environ, name):

@@ -175,7 +175,7 @@ def test_qwen38s_line_is_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("flags", "environ", "said"),
     [
-        ({"pmin": 0.5}, {}, "Q36_MTP_PMIN has no effect: the first draft is always kept"),
+        ({"pmin": 0.5}, {}, "--pmin has no effect: the first draft is always kept"),
         ({"drafts": "2", "pmin": 0.5}, {}, None),
         ({"drafts": "3"}, {"Q36_MTP_FORCE": "row4"}, "Q36_MTP_FORCE has no effect: a verify has 3 drafts"),
         ({"drafts": "auto"}, {"Q36_MTP_FORCE": "row7"}, None),
