@@ -19,7 +19,6 @@ from coli.chat import ChatTemplate, stop_ids
 from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.expert_forms import KINDS
 from coli.experts import ExpertStore, NoExperts, plan_experts
-from coli.formats import ggml
 from coli.formats.checkpoint import Checkpoint
 from coli.kernels.blocked import BLOCKED, base_kind
 from coli.models import find
@@ -91,8 +90,8 @@ class Engine:
     def _open_model(self, kernels: Kernels, opened: ExitStack) -> None:
         g, settings, family = self.geometry, self.settings, self.family
         self.limit = min(settings.prefill_chunk, self.ctx)
-        plan, self.head_line = self._plan_head()
         self.experts = plan_experts(self.checkpoint, g, family.expert_layers(g), settings.experts)
+        plan, self.head_line = self._plan_head()
         plan, fits = self._fit(self.experts.nbytes, plan)
         self.cap = min(settings.cap or fits, fits, g.experts)
         if settings.cap and self.cap < settings.cap < g.experts:
@@ -123,12 +122,14 @@ class Engine:
         return self.family.int8_rows if self.settings.trunk_int8 else never
 
     @property
-    def _codes(self) -> bool:
-        """Whether integer weights want int8 codes of their inputs."""
+    def _codes(self) -> int:
+        """How many kinds of int8 codes of its inputs the model's integer weights want: each keeps its own."""
         if self.settings.act == "f32":
-            return False
-        stored = any(tensor.dtype in ggml.NATIVE for tensor in self.checkpoint.tensors.values())
-        return stored or "int" in self.settings.trunk + self.experts.format
+            return 0
+        kinds = {kind for layer in self.experts.layers for kind in layer.kinds}
+        kinds |= {tensor.dtype.lower() for tensor in self.checkpoint.tensors.values()}
+        kinds |= {"int8"} if self.settings.trunk_int8 else set()
+        return len({"int4", "int8"} & kinds) + bool(kinds & BLOCKED.keys())
 
     def _open_store(self, layers: tuple[str, ...], cap: int, threads: int, opened: ExitStack) -> ExpertStore:
         if not layers:
@@ -195,7 +196,7 @@ class Engine:
         try:
             plan = self.family.plan_head(
                 self.checkpoint, self.geometry, ctx=self.ctx, threads=self.threads, trunk_int8=settings.trunk_int8,
-                mode=settings.experts,
+                mode=settings.experts, codes=self._codes,
             )
         except ModelError as error:
             if settings.mtp:

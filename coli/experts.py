@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -101,7 +102,8 @@ def _beside(
         return None, []
     wanted = {"int4": (4,), "int8": (8,)}[mode] if own else (4, 8) if mode == "int4" else (8, 4)
     folders = [folder for bits in wanted for folder in sidecar.folders(checkpoint.folder, bits)]
-    notes, lacking = [], None
+    notes: list[str] = []
+    lacking: tuple[Path, str] | None = None  # the first sidecar that has not all of them, and what it has not
     for folder in sorted(folders, key=lambda folder: not sidecar.is_complete(folder)):
         if own and not sidecar.is_complete(folder):
             notes.append(f"{folder.name} is left alone: it is not complete, `coli convert` goes on where it stopped")

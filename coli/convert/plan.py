@@ -17,6 +17,7 @@ from coli.convert.files import Block, Job, Spec, header_bound
 from coli.convert.restore import Output, outputs
 from coli.convert.source import Source
 from coli.formats import gguf_text
+from coli.formats.checkpoint import read_error
 from coli.models.layout import HEAD
 from coli.tokenizer import Tokenizer
 
@@ -62,11 +63,18 @@ def job(
 
 
 def text_files(source: Source) -> list[tuple[str, bytes]]:
-    """Tokenizer, template and stop ids as a folder has them."""
+    """Tokenizer, template and stop ids as a folder has them. Raises ReadError."""
     if source.is_gguf:
         return _text_of_gguf(source)
     folder = source.checkpoint.folder
-    return [(name, (folder / name).read_bytes()) for name in _TEXT if (folder / name).is_file()]
+    return [(name, _read(folder / name)) for name in _TEXT if (folder / name).is_file()]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise read_error(error, "the file", path) from error
 
 
 def _text_of_gguf(source: Source) -> list[tuple[str, bytes]]:

@@ -3,7 +3,8 @@
 Spellings of routed experts: one by one (`E.gate_proj.weight`), fused (`gate_up_proj` [E, 2I, H]), stacked
 (`gate_proj` [E, I, H], as GGUF has them); each in a float type, in FP8 blocks or in a type of ggml. An expert is read
 alone, so memory holds a few experts, never a layer.
-Invariant: what is yielded is finite; a NaN or an infinity in a weight ends the conversion by name.
+Invariant: every expert yielded is finite; a NaN or an infinity in one ends the conversion by name. Dense tensors pass
+as they are, whoever loads them looks.
 Guarded by tests/convert/test_source.py.
 """
 

@@ -35,9 +35,9 @@ def state_spec(g: Geometry) -> StateSpec:
     )  # fmt: skip
 
 
-def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int, codes: bool = False) -> int:
+def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int, codes: int = 0) -> int:
     """Bytes of the program's buffers, computed ahead (tests/models/test_memory.py compares them with the real ones);
-    `codes`: beside integer weights."""
+    `codes`: kinds of int8 codes beside integer weights."""
     limit, gdn = max(limit, MAX_UNDOABLE), "gdn" in g.layer_types
     row = row_floats(g) + g.hidden + 2 + (gdn_floats(g) if gdn else 0)
     final = MAX_UNDOABLE * (g.hidden + g.vocab)

@@ -14,6 +14,7 @@ import numpy as np
 from coli.experts import ExpertStore, planned
 from coli.formats.checkpoint import Checkpoint
 from coli.models.base import Embedding, Weights, never
+from coli.models.blocks import code_bytes
 from coli.models.head import LIMIT, HeadPlan
 from coli.models.layout import HEAD, head_bytes
 from coli.models.qwen38_blocks import Qwen38Blocks, row_floats, scratch_floats
@@ -33,21 +34,22 @@ def head_spec(g: Geometry) -> StateSpec:
     )
 
 
-def head_workspace_bytes(g: Geometry, *, ctx: int, threads: int) -> int:
-    """Bytes of the head's buffers and of one state's waiting pairs, computed ahead."""
+def head_workspace_bytes(g: Geometry, *, ctx: int, threads: int, codes: int) -> int:
+    """Bytes of the head's buffers and of one state's waiting pairs, computed ahead; `codes`: kinds of int8 codes."""
     limit = min(LIMIT, ctx)
     row = row_floats(g, ctx) + 3 * g.width + 3 * g.hidden + 2 * g.streams + 12
     final = 2 * g.width + g.hc_lowrank + g.hidden + g.vocab
-    return 4 * (limit * row + final + threads * scratch_floats(g, ctx)) + 32 * g.experts
+    return 4 * (limit * row + final + threads * scratch_floats(g, ctx)) + 32 * g.experts + codes * code_bytes(g, limit)
 
 
-def plan_head(checkpoint: Checkpoint, g: Geometry, *, ctx: int, threads: int, trunk_int8: bool, mode: str) -> HeadPlan:
+def plan_head(checkpoint: Checkpoint, g: Geometry, *, ctx: int, threads: int, trunk_int8: bool, mode: str,
+              codes: int) -> HeadPlan:  # fmt: skip
     """Check the head's tensors and size it. Raises ModelError for a checkpoint without a sound one."""
     check_head(checkpoint, g)
     return HeadPlan(
         dense=head_bytes(checkpoint, int8_rows if trunk_int8 else never), kv=ctx * head_spec(g).kv_bytes_per_token(),
-        workspace=head_workspace_bytes(g, ctx=ctx, threads=threads), slot=planned(checkpoint, g, (HEAD,), mode),
-        theta=head_rope_theta(checkpoint.config, g, checkpoint.config_path),
+        workspace=head_workspace_bytes(g, ctx=ctx, threads=threads, codes=codes),
+        slot=planned(checkpoint, g, (HEAD,), mode), theta=head_rope_theta(checkpoint.config, g, checkpoint.config_path),
     )
 
 

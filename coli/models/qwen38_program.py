@@ -42,9 +42,9 @@ def state_spec(g: Geometry) -> StateSpec:
     )
 
 
-def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int, codes: bool = False) -> int:
+def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int, codes: int = 0) -> int:
     """Bytes of the program's buffers, computed ahead (tests/models/test_memory.py compares them with the real ones);
-    `codes`: beside integer weights."""
+    `codes`: kinds of int8 codes beside integer weights."""
     limit = max(limit, MAX_UNDOABLE)
     row = row_floats(g, ctx) + gdn_floats(g) + len(g.ple_layers) * (g.ple_dim + 2)
     final = MAX_UNDOABLE * (3 * g.width + g.hc_lowrank + g.hidden + g.vocab)

@@ -290,7 +290,8 @@ def test_row_49_at_the_command_line(tmp_path, refused, header):
 
 
 HOSTILE_VALUES: list[Any] = [
-    -1, -(1 << 62), 0, 1 << 31, 1 << 40, 1 << 63, 10**30, 1.5, float("nan"), float("inf"), "64", None, True, [], [64], {},
+    -1, -(1 << 62), 0, 1 << 31, 1 << 40, 1 << 63, 10**30, 1.5, float("nan"), float("inf"), "64", None, True, [], [64],
+    {},
 ]  # fmt: skip
 
 

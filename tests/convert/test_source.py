@@ -10,7 +10,7 @@ import pytest
 
 from coli.convert.convert import convert
 from coli.convert.report import Options
-from coli.errors import ModelError, UsageError
+from coli.errors import ModelError, ReadError, UsageError
 from tests.convert import reading
 from tests.tiny import store, tiny_config, write_safetensors, write_tiny
 from tests.tiny36 import tiny36_config, write_tiny36
@@ -109,3 +109,18 @@ def test_memory_stays_below_a_layer(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak < layer / 5, f"{peak} of {layer} bytes"
+
+
+def test_text_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny36(tmp_path / "src", tiny36_config(MOE), dtype="BF16")
+    read = Path.read_bytes
+
+    def fails(path: Path) -> bytes:
+        if path.name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(ReadError, match="tokenizer.json"):
+        convert(tmp_path / "src", tmp_path / "out", Options())
+    assert not (tmp_path / "out").exists()

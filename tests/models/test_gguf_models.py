@@ -324,9 +324,10 @@ def test_a_float_heads_scores_are_the_folders_bits(tmp_path, family):
 # every type with kernels somewhere, and one without
 MANY = {
     "": "Q8_0", "attn_q.weight": "Q4_K", "attn_k.weight": "Q5_K", "attn_v.weight": "Q6_K", "attn_output.weight": "Q4_0",
-    "attn_qkv.weight": "Q4_1", "attn_gate.weight": "IQ4_NL", "ssm_out.weight": "Q5_1", "_exps.weight": "IQ4_XS",
-    "ffn_up_exps.weight": "Q4_K", "blk.0.ffn_down_exps.weight": "Q5_0", "blk.1.ffn_down_exps.weight": "Q3_K", "ffn_gate.weight": "Q4_K",
-    "ffn_up.weight": "Q5_K", "ffn_down.weight": "Q6_K", "output.weight": "Q6_K", "token_embd.weight": "Q4_K",
+    "attn_qkv.weight": "Q4_1", "attn_gate.weight": "IQ4_NL", "ssm_out.weight": "Q5_1", "output.weight": "Q6_K",
+    "token_embd.weight": "Q4_K", "ffn_gate_exps.weight": "IQ4_XS", "ffn_up_exps.weight": "Q4_K",
+    "blk.0.ffn_down_exps.weight": "Q5_0", "blk.1.ffn_down_exps.weight": "Q3_K", "ffn_gate.weight": "Q4_K",
+    "ffn_up.weight": "Q5_K", "ffn_down.weight": "Q6_K",
 }  # fmt: skip
 FLAGS = {"one thread": dict(threads=1), "three threads": dict(threads=3), "plain kernels": dict(simd=False),
          "slots": dict(undo="slots"), "short chunks": dict(prefill_chunk=5)}  # fmt: skip
@@ -409,7 +410,7 @@ def test_resident_bytes_are_the_files(tmp_path, family):
     ("Q4_K", "lm_head.weight", "output.weight", "open"),
     ("Q6_K", "layers.0.linear_attn.out_proj.weight", "blk.0.ssm_out.weight", "open"),
     ("F32", "layers.1.mlp.gate.weight", "blk.1.ffn_gate_inp.weight", "open"),
-    ("F32", "layers.0.linear_attn.A_log", "blk.0.ssm_a", "open"),
+    ("F32", "layers.0.linear_attn.conv1d.weight", "blk.0.ssm_conv1d.weight", "open"),
     ("Q4_0", "layers.0.mlp.experts.down_proj", "blk.0.ffn_down_exps.weight", "read"),
     ("Q5_1", "layers.1.mlp.experts.gate_up_proj", "blk.1.ffn_gate_exps.weight", "read"),
     ("Q2_K", "layers.1.mlp.experts.gate_up_proj", "blk.1.ffn_gate_exps.weight", "read"),
@@ -418,7 +419,8 @@ def test_a_number_that_is_not_finite_is_found_and_named(tmp_path, dtype, tensor,
     """In what is compared, when the file is opened; in an expert when it is read."""
     config = wide(MOE)
     weights = weights_of(config)
-    weights[tensor] *= np.float32(1e38)  # beyond float16, the type of every scale
+    inner = config["moe_intermediate_size"] if tensor.endswith("gate_up_proj") else None
+    weights[tensor][:, :inner] *= np.float32(1e38)  # beyond float16, the type of every scale
     if dtype == "F32":
         weights[tensor].reshape(-1)[1] = np.nan
     with np.errstate(all="ignore"):

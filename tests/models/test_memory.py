@@ -83,6 +83,11 @@ def test_the_other_engines_workspace_is_what_was_computed(tmp_path, family, type
         engine = opened.engine
         computed, used = engine.terms.workspace, engine.model.workspace_bytes
         assert used - 4096 <= computed <= 1.03 * used + 4096
+        if engine.head is not None:
+            head = engine.terms.head - engine.ctx * engine.head.spec.kv_bytes_per_token()
+            dense = sum(t.nbytes for name, t in engine.checkpoint.tensors.items()
+                        if name.startswith("mtp.") and ".mlp.experts." not in name)  # fmt: skip
+            assert engine.head.workspace_bytes - 4096 <= head - dense <= 1.25 * engine.head.workspace_bytes + 16384
         weights = sum(engine.weights.kinds.values())
         assert weights <= engine.terms.dense + engine.terms.head <= weights + engine.terms.head + 65536
 
