@@ -180,7 +180,8 @@ def folder_stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for one in ids:
             if type(one) is not int or one < 0:
-                raise ModelError(f"eos_token_id holds {one!r}, a token id is a whole number from 0", file)
+                raise ModelError(f"eos_token_id holds {one!r}, a token id is a whole number from 0", file,
+                                 "the file is damaged or edited: download it again")  # fmt: skip
         if ids:
             return frozenset(ids)
     return frozenset()
