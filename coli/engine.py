@@ -108,13 +108,18 @@ class Engine:
         self.head: DraftHead | None = None
         if plan is not None:
             self._load_head(plan, kernels, opened)
-        self.notes += dict.fromkeys(note for store in self.stores for note in store.notes)  # head and trunk, once
-        self.notes += _decoded(self.weights)
-        if settings.trunk_int8 and not any(kind.startswith("int8") for kind in self.weights.kinds):
-            self.notes.append("--trunk int8 has no effect: no dense matrix is stored as floats")
-        if settings.experts != "stored" and not g.experts:
-            self.notes.append(f"--experts {settings.experts} has no effect: the model has no experts")
-        self.notes += idle(settings, head=self.head is not None)
+        self.notes += self._format_notes() + idle(settings, head=self.head is not None)
+
+    def _format_notes(self) -> list[str]:
+        """What weights became that are not computed on as they are stored, and wishes that changed none."""
+        notes = list(dict.fromkeys(note for store in self.stores for note in store.notes))  # head and trunk, once
+        notes += [f"dense weights of {dtype} have no kernel: decoded to float32, {size(nbytes)} of memory"
+                  for dtype, nbytes in self.weights.decoded.items()]  # fmt: skip
+        if self.settings.trunk_int8 and not any(kind.startswith("int8") for kind in self.weights.kinds):
+            notes.append("--trunk int8 has no effect: no dense matrix is stored as floats")
+        if self.settings.experts != "stored" and not self.geometry.experts:
+            notes.append(f"--experts {self.settings.experts} has no effect: the model has no experts")
+        return notes
 
     @property
     def _int8_rows(self) -> Callable[[str], bool]:
@@ -277,12 +282,6 @@ def _kind_words(kind: str) -> str:
     """A GEMV kind as a user knows the format: floats in lower case, GGUF's types and FP8 in upper case."""
     base = base_kind(kind)
     return "int8 rows" if base.startswith("int8") else base.upper() if base in BLOCKED or base == "fp8" else base
-
-
-def _decoded(weights: Weights) -> list[str]:
-    """A note for every dtype without kernels."""
-    return [f"dense weights of {dtype} have no kernel: decoded to float32, {size(nbytes)} of memory"
-            for dtype, nbytes in weights.decoded.items()]  # fmt: skip
 
 
 def _open_dump(settings: Settings, opened: ExitStack) -> BinaryIO | None:

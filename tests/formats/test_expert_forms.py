@@ -161,16 +161,19 @@ def test_a_type_without_a_kernel_is_decoded_exactly_and_said(tmp_path, dtype):
     store.close()
 
 
-def test_gate_and_up_of_two_types_are_both_decoded(tmp_path):
+@pytest.mark.parametrize(("up", "kinds"), [("Q5_K", ("q4_k", "q5_k")), ("F16", ("f32", "f32"))])
+def test_gate_and_up_of_two_types(tmp_path, up, kinds):
+    """Two types that multiply the same codes stay as they are; else both are decoded, and a note says why."""
     g, w = Small(layers=1), drawn(Small())
-    stack = {"gate_proj": stored(w["gate_proj"], "Q4_K"), "up_proj": stored(w["up_proj"], "Q5_K"),
+    stack = {"gate_proj": stored(w["gate_proj"], "Q4_K"), "up_proj": stored(w["up_proj"], up),
              "down_proj": stored(w["down_proj"], "Q4_K")}  # fmt: skip
     store = opened(tmp_path, [stack], g)
-    assert (store.records[0].gate.kind, store.records[0].up.kind) == ("f32", "f32")
+    assert (store.records[0].gate.kind, store.records[0].up.kind) == kinds
     store.ensure(0, [0])
     for name, (dtype, data) in stack.items():
-        assert values_in(store, 0, 0, name).tobytes() == decode(data[0], dtype).tobytes()
-    assert "Q4_K, Q5_K are decoded" in store.notes[0]
+        right = data[0].astype(np.float32) if dtype == "F16" else decode(data[0], dtype)
+        assert values_in(store, 0, 0, name).tobytes() == right.tobytes()
+    assert ["gate and up differ" in note for note in store.notes] == [True] * (kinds[0] == "f32")
     store.close()
 
 
@@ -216,7 +219,7 @@ def test_fp8_blocks_are_rounded_through_their_scales(tmp_path, fused):
     record = store.records[2]
     assert bytes_of(store, 2, 7, record.up).tobytes() == pack_int8(up).data.tobytes()
     assert bytes_of(store, 2, 7, record.down).tobytes() == pack_int8(down).data.tobytes()
-    assert store.format == "int8 rows (from fp8)"
+    assert store.format == "int8 rows (from FP8)"
     store.close()
     checkpoint.close()
 

@@ -431,3 +431,15 @@ def test_a_number_that_is_not_finite_is_found_and_named(tmp_path, dtype, tensor,
         with opened:
             opened.logits(np.arange(30, 60), [30])
     assert str(path) in str(caught.value) and name in str(caught.value) and caught.value.hint
+
+
+def test_wishes_that_change_nothing_are_said(tmp_path):
+    """No float matrix for --trunk int8, no expert for --experts int4."""
+    config = wide(DENSE)
+    every = {"": "Q8_0", "ffn_gate_inp.weight": "Q8_0"}
+    path = write_gguf(tmp_path / "m.gguf", config, tiny36_weights(config, 0, False), types=every, mtp=False)
+    with Opened(path, trunk="int8", experts="int4") as opened:
+        idle = [note for note in opened.engine.notes if "has no effect" in note]
+    assert [note.split()[0] for note in idle] == ["--trunk", "--experts"]
+    with Opened(write_tiny36(tmp_path / "floats", small(MOE)), trunk="int8", experts="int4") as opened:
+        assert not [note for note in opened.engine.notes if "has no effect" in note]

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from coli.convert.convert import convert
+from coli.convert.report import Options
 from coli.engine import Engine
 from coli.settings import load
 from tests.containers import write_container, write_sidecar
@@ -79,7 +81,8 @@ _TWO = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attentio
 _MEDIUM = {"": "Q4_K", "blk.0.ffn_down_exps.weight": "Q6_K", "attn_v.weight": "Q6_K", "nextn.eh_proj.weight": "Q6_K",
            "output.weight": "Q6_K"}  # fmt: skip
 
-# Both engines on what others made of the releases: `types` a GGUF's, `container`, `sidecar`.
+# Both engines on what others made of the releases (`types` a GGUF's, `container`, `sidecar`), and on what `convert`
+# makes of folders and GGUF files.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gguf q4_k and q6_k": (dict(config=block36_config(MOE, **_TWO), types=_MEDIUM, seed=80),
                            dict(mtp=True, cap=8, mtp_vocab=50)),
@@ -93,14 +96,24 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                             dict(mtp=True, cap=3, trunk="int8")),
     "sidecar int4": (dict(config=tiny_config(moe_intermediate_size=64), dtype="BF16", seed=85, sidecar={}),
                      dict(experts="int4", cap=8)),
+    "converted, fp8 to int8": (dict(config=tiny36_config(MOE), dtype="FP8", block=(32, 48), seed=86,
+                                    convert=Options(8, 32)), dict(mtp=True, cap=8)),
+    "converted, gguf to int4": (dict(config=block36_config(NEXT, **_TWO), types="Q8_0", seed=87,
+                                     convert=Options(4, 64)), dict(mtp=True, cap=1, mtp_cap=1)),
+    "converted, sidecar alone": (dict(config=tiny_config(), dtype="BF16", seed=88, convert=Options(8, 32)),
+                                 dict(cap=8, mtp_vocab=50)),
 }  # fmt: skip
 
-QUOTAS_FILES = {name: 1_000 if "expert" in name else 2_000 for name in FILES}
+QUOTAS_FILES = {name: 1_000 if "expert" in name or "converted" in name else 2_000 for name in FILES}
 EVERY = ENGINES | ENGINES36 | FILES
 
 
 def write_model(folder: Path, form: dict[str, Any]) -> Path:
     """Write a tiny checkpoint of either engine; returns what --model takes."""
+    if "convert" in form:
+        source = write_model(folder / "source", {key: value for key, value in form.items() if key != "convert"})
+        convert(source, folder / "converted", form["convert"])
+        return folder / "converted"
     form = dict(form)
     config, seed = form.get("config") or tiny_config(), form.get("seed", 0)
     hybrid = config["model_type"] in FAMILIES
