@@ -18,14 +18,14 @@ from coli import memory
 from coli.chat import ChatTemplate, stop_ids
 from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.expert_forms import KINDS
-from coli.experts import ExpertStore, NoExperts, plan_experts
+from coli.experts import ExpertPlan, ExpertStore, NoExperts, plan_experts
 from coli.formats.checkpoint import Checkpoint
 from coli.kernels.blocked import BLOCKED, base_kind
 from coli.models import find
 from coli.models.base import Weights, never
-from coli.models.families import Family, family_of
+from coli.models.families import Family, family_of, plan_head
 from coli.models.head import DraftHead, HeadPlan
-from coli.models.layout import HEAD, dense_bytes
+from coli.models.layout import dense_bytes
 from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads, usable_cpus
 from coli.report import size
@@ -90,15 +90,15 @@ class Engine:
     def _open_model(self, kernels: Kernels, opened: ExitStack) -> None:
         g, settings, family = self.geometry, self.settings, self.family
         self.limit = min(settings.prefill_chunk, self.ctx)
-        self.experts = plan_experts(self.checkpoint, g, family.expert_layers(g), settings.experts)
+        self.experts = plan_experts(self.checkpoint, g, family.expert_layers(g), settings.experts, settings.act)
         plan, self.head_line = self._plan_head()
         plan, fits = self._fit(self.experts.nbytes, plan)
         self.cap = min(settings.cap or fits, fits, g.experts)
         if settings.cap and self.cap < settings.cap < g.experts:
             self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
-        self.store = self._open_store(family.expert_layers(g), self.cap, max(4, min(self.threads, 32)), opened)
+        self.store = self._open_store(self.experts, self.cap, max(4, min(self.threads, 32)), opened)
         self.weights = Weights(self.checkpoint, int8_rows=self._int8_rows, activations=settings.act,
-                               centred=getattr(g, "centred", True))  # fmt: skip
+                               centred=g.centred)  # fmt: skip
         self.model = family.trunk(
             self.checkpoint, g, self.weights, self.store, kernels, self.team, ctx=self.ctx, limit=self.limit,
             undo=settings.undo,
@@ -136,11 +136,10 @@ class Engine:
         kinds |= {"int8"} if self.settings.trunk_int8 else set()
         return len({"int4", "int8"} & kinds) + bool(kinds & BLOCKED.keys())
 
-    def _open_store(self, layers: tuple[str, ...], cap: int, threads: int, opened: ExitStack) -> ExpertStore:
-        if not layers:
+    def _open_store(self, plan: ExpertPlan | None, cap: int, threads: int, opened: ExitStack) -> ExpertStore:
+        if plan is None or not plan.layers:
             return NoExperts()
-        store = ExpertStore(self.checkpoint, self.geometry, cap, threads, layers, mode=self.settings.experts,
-                            activations=self.settings.act)  # fmt: skip
+        store = ExpertStore(self.checkpoint, self.geometry, cap, threads, plan=plan)
         opened.callback(store.close)
         return store
 
@@ -199,9 +198,9 @@ class Engine:
         if settings.mtp is False:
             return None, self._unread()
         try:
-            plan = self.family.plan_head(
-                self.checkpoint, self.geometry, ctx=self.ctx, threads=self.threads, trunk_int8=settings.trunk_int8,
-                mode=settings.experts, codes=self._codes,
+            plan = plan_head(
+                self.family, self.checkpoint, self.geometry, ctx=self.ctx, threads=self.threads,
+                trunk_int8=settings.trunk_int8, mode=settings.experts, activations=settings.act, codes=self._codes,
             )
         except ModelError as error:
             if settings.mtp:
@@ -221,7 +220,7 @@ class Engine:
     def _open_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> DraftHead:
         settings, g, family = self.settings, self.geometry, self.family
         cap = self.mtp_cap or self.cap
-        store = self._open_store((HEAD,) if plan.slot else (), cap, 4, opened)
+        store = self._open_store(plan.experts, cap, 4, opened)
         self.stores.append(store)
         wiring = settings.mtp_wiring if family.has_wirings else ""
         words = f"wiring {wiring}, " if wiring else ""

@@ -150,8 +150,8 @@ def floats(m: Matrix, raw: Raw) -> np.ndarray:
         return _codes(m, raw[0]) * wide
     if m.dtype == "F8_E4M3":
         check_codes(raw, raw[0])
-        return dequantise(raw[0].reshape(m.n, m.k), _fp8_scales(m, raw, 1), m.block)
-    if m.dtype in KINDS:
+        values = dequantise(raw[0].reshape(m.n, m.k), _fp8_scales(m, raw, 1), m.block)
+    elif m.dtype in KINDS:
         values = widen(raw[0].view(STORAGE[m.dtype]), m.dtype).reshape(m.n, m.k)
     else:
         values = ggml.dequantize(m.dtype, raw[0].reshape(m.n, -1))

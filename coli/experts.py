@@ -43,8 +43,7 @@ from coli.formats.readers import ReadPool
 from coli.report import size
 
 __all__ = [
-    "MODES", "ExpertPlan", "ExpertRecord", "ExpertStore", "NoExperts", "Part", "plan_experts", "planned",
-    "trunk_layers",
+    "MODES", "ExpertPlan", "ExpertRecord", "ExpertStore", "NoExperts", "Part", "plan_experts", "trunk_layers",
 ]  # fmt: skip
 
 MODES = ("stored", *REQUANTISED)
@@ -83,13 +82,6 @@ def plan_experts(
     suffix = "f" if activations == "f32" else ""
     found = tuple(layer_experts(checkpoint, geometry, prefix, mode, beside, suffix) for prefix in prefixes)
     return ExpertPlan(found, _format(found), (*notes, *_notes(found, mode)))
-
-
-def planned(
-    checkpoint: Checkpoint, geometry: Sizes, layers: Sequence[str] | None = None, mode: str = "stored"
-) -> int:
-    """Bytes of one slot in every layer: the store's `record_bytes()`, with nothing allocated. Raises ModelError."""
-    return plan_experts(checkpoint, geometry, layers, mode).nbytes
 
 
 def _beside(
@@ -191,19 +183,20 @@ class ExpertStore:
     """The expert cache of one open checkpoint, which must have passed its engine's check. For one caller at a time.
 
     `layers`: name prefixes of the layers it serves, the trunk's by default; `mode`, one of MODES: requantise; for
-    `activations` "f32" quantised kinds end in f. `records`: what a slot of each layer holds. `table`, `stamp`: int64
-    [layers, experts], see the module. `hits`, `misses`: experts; `bytes_read`: file bytes. `format`, `notes`: words.
+    `activations` "f32" quantised kinds end in f; `plan` says all three where it was made before. `records`: what a slot
+    of each layer holds. `table`, `stamp`: int64 [layers, experts], see the module. `hits`, `misses`: experts;
+    `bytes_read`: file bytes. `format`, `notes`: words.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, geometry: Sizes, cap: int, threads: int, layers: Sequence[str] | None = None, *,
-        mode: str = "stored", activations: str = "int8",
+        mode: str = "stored", activations: str = "int8", plan: ExpertPlan | None = None,
     ) -> None:  # fmt: skip
         if not 1 <= cap <= geometry.experts:
             raise UsageError(f"{cap} expert slots a layer, the model has {geometry.experts} experts", "--cap",
                              f"give 1 to {geometry.experts}")  # fmt: skip
         self.geometry, self.cap = geometry, cap
-        plan = plan_experts(checkpoint, geometry, layers, mode, activations)
+        plan = plan or plan_experts(checkpoint, geometry, layers, mode, activations)
         self._places = plan.layers
         self.layers = tuple(layer.prefix for layer in plan.layers)
         self.records: list[ExpertRecord] = [layer.record for layer in plan.layers]

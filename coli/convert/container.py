@@ -5,18 +5,15 @@ config.json is written last: until then the folder is no model to anybody. Guard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from coli.convert import quantise
 from coli.convert.dense import file_name
-from coli.convert.files import Block, Spec
-from coli.convert.plan import Plan, document, folder_config, job, label, text_files
-from coli.convert.report import Options, Tally
+from coli.convert.files import Spec
+from coli.convert.plan import Plan, document, expert_blocks, folder_config, job, label, text_files
+from coli.convert.report import Options
 from coli.convert.source import Source
 from coli.errors import UsageError
 from coli.formats.container import GLOBALS, MARK
@@ -44,8 +41,10 @@ def _layer(source: Source, options: Options, name: str, prefix: str) -> Any:
     words = label(source, prefix)
     if prefix not in source.prefixes:
         return job(source, name, words, [prefix], compact=True)
-    specs = [spec for expert in range(source.g.experts) for spec in _specs(source, options, prefix, expert)]
-    return job(source, name, words, [prefix], compact=True, experts=_experts(source, options, prefix), specs=specs,
+    each = partial(_specs, source, options, prefix)
+    specs = [spec for expert in range(source.g.experts) for spec in each(expert)]
+    experts = expert_blocks(source, options, prefix, each, quantise.nibble_pairs)
+    return job(source, name, words, [prefix], compact=True, experts=experts, specs=specs,
                expert_bytes=source.expert_bytes(prefix))  # fmt: skip
 
 
@@ -55,20 +54,6 @@ def _specs(source: Source, options: Options, prefix: str, expert: int) -> tuple[
     codes = Spec(name, "U8", (weights // 2,)) if options.ebits == 4 else Spec(name, "I8", (weights,))
     inner, outer = quantise.groups(g.hidden, options.group), quantise.groups(g.moe_inter, options.group)
     return codes, Spec(f"{name}.qs", "F32", (2 * g.moe_inter * inner + g.hidden * outer,))
-
-
-def _experts(source: Source, options: Options, prefix: str) -> Callable[[], Sequence[Block]]:
-    def blocks() -> list[Block]:
-        return [Block(_specs(source, options, prefix, expert), partial(_record, source, options, prefix, expert), True)
-                for expert in range(source.g.experts)]  # fmt: skip
-
-    return blocks
-
-
-def _record(source: Source, options: Options, prefix: str, expert: int, tally: Tally) -> list[np.ndarray]:
-    """Codes of gate, up and down, then their scales."""
-    codes, scales = quantise.expert(source.expert(prefix, expert), options, tally)
-    return [quantise.nibble_pairs(c) if options.ebits == 4 else c for c in codes] + scales
 
 
 def _finals(source: Source, options: Options) -> tuple[tuple[str, bytes], ...]:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from coli.chat import stop_ids
-from coli.convert import dense
+from coli.convert import dense, quantise
 from coli.convert.files import Block, Job, Spec, header_bound
+from coli.convert.report import Options, Tally
 from coli.convert.restore import Output, outputs
 from coli.convert.source import Source
 from coli.formats import gguf_text
@@ -60,6 +64,17 @@ def job(
     nbytes = sum(dense.bound(source, output) for output in found) + sum(spec.nbytes for spec in specs)
     return Job(name, words, nbytes + header_bound([*names, *specs]),
                dense.source_bytes(source, found) + expert_bytes, blocks)  # fmt: skip
+
+
+def expert_blocks(source: Source, options: Options, prefix: str, specs: Callable[[int], tuple[Spec, ...]],
+                  pack: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Sequence[Block]]:  # fmt: skip
+    """A layer's experts, a block each: codes of gate, up and down (int4 ones as `pack` lays them out), their scales."""
+
+    def record(expert: int, tally: Tally) -> list[np.ndarray]:
+        codes, scales = quantise.expert(source.expert(prefix, expert), options, tally)
+        return [pack(c) if options.ebits == 4 else c for c in codes] + scales
+
+    return lambda: [Block(specs(expert), partial(record, expert), True) for expert in range(source.g.experts)]
 
 
 def text_files(source: Source) -> list[tuple[str, bytes]]:

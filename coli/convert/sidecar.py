@@ -6,17 +6,14 @@ index.json is written last; a standalone folder's config.json comes behind it. G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from coli.convert import quantise
 from coli.convert.dense import file_name
-from coli.convert.files import Block, Job, Spec, header_bound
-from coli.convert.plan import Plan, document, folder_config, job, label, text_files
-from coli.convert.report import Options, Tally
+from coli.convert.files import Job, Spec, header_bound
+from coli.convert.plan import Plan, document, expert_blocks, folder_config, job, label, text_files
+from coli.convert.report import Options
 from coli.convert.source import Source
 from coli.errors import UsageError
 from coli.formats.sidecar import CODES, INDEX, STEP, VERSION, folder_name, format_name, record_bytes
@@ -55,11 +52,12 @@ def _sidecar(source: Source, options: Options, folder: str) -> tuple[Job, ...]:
 
 def _layer(source: Source, options: Options, folder: str, prefix: str) -> Job:
     name = "layer-mtp" if prefix == HEAD else f"layer-{int(prefix.split('.')[1]):03d}"
-    specs = [spec for expert in range(source.g.experts) for spec in _specs(source, options, prefix, expert)]
+    each = partial(_specs, source, options, prefix)
+    specs = [spec for expert in range(source.g.experts) for spec in each(expert)]
     nbytes = sum(spec.nbytes for spec in specs) + header_bound(specs, STEP)
     words = f"experts of {label(source, prefix)}"
     return Job(f"{folder}{name}.safetensors", words, nbytes, source.expert_bytes(prefix),
-               _experts(source, options, prefix), STEP)  # fmt: skip
+               expert_blocks(source, options, prefix, each, quantise.planar), STEP)  # fmt: skip
 
 
 def _specs(source: Source, options: Options, prefix: str, expert: int) -> tuple[Spec, ...]:
@@ -70,19 +68,6 @@ def _specs(source: Source, options: Options, prefix: str, expert: int) -> tuple[
         codes.append(Spec(name, "U8", (n, -(-k // 2))) if options.ebits == 4 else Spec(name, "I8", (n, k)))
         scales.append(Spec(f"{name}.qs", "F32", (n, quantise.groups(k, options.group))))
     return (*codes, *scales)
-
-
-def _experts(source: Source, options: Options, prefix: str) -> Callable[[], Sequence[Block]]:
-    def blocks() -> list[Block]:
-        return [Block(_specs(source, options, prefix, expert), partial(_record, source, options, prefix, expert), True)
-                for expert in range(source.g.experts)]  # fmt: skip
-
-    return blocks
-
-
-def _record(source: Source, options: Options, prefix: str, expert: int, tally: Tally) -> list[np.ndarray]:
-    codes, scales = quantise.expert(source.expert(prefix, expert), options, tally)
-    return [quantise.planar(c) if options.ebits == 4 else c for c in codes] + scales
 
 
 def _index(source: Source, options: Options) -> bytes:

@@ -1,8 +1,7 @@
 """What is converted: an open checkpoint that passed its engine's check, its experts as float32 whatever their spelling.
 
-Spellings of routed experts: one by one (`E.gate_proj.weight`), fused (`gate_up_proj` [E, 2I, H]), stacked
-(`gate_proj` [E, I, H], as GGUF has them); each in a float type, in FP8 blocks or in a type of ggml. An expert is read
-alone, so memory holds a few experts, never a layer.
+Where an expert lies and what its bytes mean the expert store's own modules say (coli/expert_records.py,
+coli/expert_forms.py). An expert is read alone, so memory holds a few experts, never a layer.
 Invariant: every expert yielded is finite; a NaN or an infinity in one ends the conversion by name. Dense tensors pass
 as they are, whoever loads them looks.
 Guarded by tests/convert/test_source.py.
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from coli.errors import ModelError
+from coli.expert_forms import NotFinite, floats
+from coli.expert_records import Located, find, has_experts, trunk_layers
 from coli.formats import ggml, sidecar
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import SCALE, block_size, dequantise, widen
@@ -62,11 +63,11 @@ class Source:
         self.g: Any = (qwen38_layout if self.family == "qwen38" else qwen36_geometry).geometry(config, where)
         known(checkpoint, self.family, self.g)
         self.has_head = any(name.startswith("mtp.") for name in checkpoint)
-        layers = tuple(f"layers.{layer}." for layer in range(self.g.layers))
-        self.prefixes = tuple(p for p in (*layers, HEAD) if any(self.gate_names(p)))
+        layers = (*trunk_layers(self.g), HEAD)
+        self.prefixes = tuple(prefix for prefix in layers if has_experts(checkpoint, prefix))
+        self._located = {prefix: find(checkpoint, self.g, prefix, None)[1] for prefix in self.prefixes}
         coded = any(t.dtype == "F8_E4M3" and name + SCALE in checkpoint for name, t in checkpoint.tensors.items())
         self._block = block_size(checkpoint.quantization, where) if coded else (0, 0)
-        self._check_halves()
 
     @classmethod
     def open(cls, path: Path) -> Source:
@@ -92,62 +93,26 @@ class Source:
 
     # ---- experts -----------------------------------------------------------------------------------------------------
 
-    def gate_names(self, prefix: str) -> Iterator[str]:
-        """The name, of those an expert's gate may have, under which this layer's first expert is found."""
-        for name in ("gate_up_proj", "gate_proj", "0.gate_proj.weight"):
-            if f"{prefix}mlp.experts.{name}" in self.checkpoint:
-                yield f"{prefix}mlp.experts.{name}"
-
     def expert_bytes(self, prefix: str) -> int:
         """Bytes of a layer's routed experts in the source."""
         return sum(self.checkpoint[name].nbytes for name in self._groups[prefix, True])
 
     def expert(self, prefix: str, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """float32 gate [I, H], up [I, H] and down [H, I]. Raises ReadError, or ModelError for NaN and infinity."""
-        start, inter = f"{prefix}mlp.experts.", self.g.moe_inter
-        if f"{start}{expert}.gate_proj.weight" in self.checkpoint:
-            names = [f"{start}{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
-            gate, up, down = (self._matrix(name) for name in names)
-        elif f"{start}gate_up_proj" in self.checkpoint:
-            both, down = self._matrix(f"{start}gate_up_proj", expert), self._matrix(f"{start}down_proj", expert)
-            gate, up = both[:inter], both[inter:]
-        else:
-            gate, up, down = (self._matrix(f"{start}{part}_proj", expert) for part in ("gate", "up", "down"))
+        gate, up, down = (self._matrix(located, expert) for located in self._located[prefix])
         return gate, up, down
 
-    def _matrix(self, name: str, index: int | None = None) -> np.ndarray:
-        """float32 [n, k]: a whole tensor, or matrix `index` of a stack."""
-        tensor = self.checkpoint[name]
-        stored = self._stored(tensor, index)
-        if tensor.dtype in ggml.QUANTISED:
-            values = ggml.dequantize(tensor.dtype, stored)
-        elif name + SCALE in self.checkpoint:
-            scale = self.checkpoint[name + SCALE]
-            values = dequantise(stored, widen(self._stored(scale, index), scale.dtype), self._block)
-        else:
-            values = widen(stored, tensor.dtype)
-        if not np.isfinite(values).all():
-            which = "" if index is None else f", expert {index}"
-            raise ModelError(f"tensor {show(tensor.name)}{which} has NaN or infinity", tensor.path, _DAMAGED)
-        return values
-
-    def _stored(self, tensor: Tensor, index: int | None) -> np.ndarray:
-        """The stored codes of a matrix, read into memory of their own."""
-        storage, (*stack, n, k) = tensor.stored()
-        nbytes = tensor.nbytes // (stack[0] if stack else 1)
-        raw = np.empty(nbytes, np.uint8)
-        self.checkpoint.read_into(tensor, raw.data, (index or 0) * nbytes, nbytes)
-        return raw.view(storage).reshape(n, k)
-
-    def _check_halves(self) -> None:
-        """A scale block of fused FP8 experts must not span gate and up: nothing says then whose it is."""
-        block = self._block[0]
-        for prefix in self.prefixes:
-            name = f"{prefix}mlp.experts.gate_up_proj"
-            if name + SCALE in self.checkpoint and self.g.moe_inter % block:
-                raise ModelError(f"fused FP8 experts of {self.g.moe_inter} rows in blocks of {block}: gate and up "
-                                 "share a scale", self.checkpoint.folder, "use a checkpoint that stores experts one "
-                                 "by one")  # fmt: skip
+    def _matrix(self, located: Located, expert: int) -> np.ndarray:
+        pieces = located.pieces(expert)
+        raw = [np.empty(piece.nbytes, np.uint8) for piece in pieces]
+        for piece, data in zip(pieces, raw, strict=True):
+            self.checkpoint.read_into(piece.tensor, data.data, piece.start, piece.nbytes)
+        try:
+            return floats(located.matrix, raw)
+        except NotFinite as error:
+            tensor = pieces[error.piece].tensor
+            raise ModelError(f"tensor {show(tensor.name)}, expert {expert} has NaN or infinity", tensor.path,
+                             _DAMAGED) from None  # fmt: skip
 
     # ---- the other tensors -------------------------------------------------------------------------------------------
 

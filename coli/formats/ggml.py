@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from coli.errors import ModelError
+from coli.kernels.blocked import decode
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -60,12 +61,15 @@ def dequantize(dtype: str, raw: np.ndarray) -> np.ndarray:
 
     Raises ModelError where the installed `gguf` package is too old to know the type.
     """
+    elements, nbytes = SIZES[dtype]
+    shape = (*raw.shape[:-1], raw.shape[-1] // nbytes * elements)
+    if not raw.size:
+        return np.empty(shape, np.float32)
+    if dtype in NATIVE:  # the same bits, without a package to import before the first token
+        return decode(dtype.lower(), np.ascontiguousarray(raw).reshape(-1, raw.shape[-1])).reshape(shape)
     from gguf import quants
     from gguf.constants import GGMLQuantizationType
 
-    elements, nbytes = SIZES[dtype]
-    if not raw.size:
-        return np.empty((*raw.shape[:-1], raw.shape[-1] // nbytes * elements), np.float32)
     kind = getattr(GGMLQuantizationType, dtype, None)
     try:
         if kind is None:

@@ -34,7 +34,7 @@ def moe_floats(g: Any) -> int:
 def code_bytes(g: Any, limit: int) -> int:
     """Bytes of the int8 codes that rows need beside integer weights, at most: one copy of each kind of row."""
     inner = g.gdn_value_heads * g.gdn_value_dim
-    widths = [g.hidden, inner, g.heads * g.head_dim, g.shared_inter, getattr(g, "dense_inter", 0), g.hidden]
+    widths = [g.hidden, inner, g.heads * g.head_dim, g.shared_inter, g.dense_inter, g.hidden]
     if g.width > g.hidden:
         widths += [g.width, g.hc_lowrank, g.ple_dim]
     row = sum(prepared_row_bytes("q8_0", -(-width // 32) * 32) for width in widths)
@@ -75,13 +75,8 @@ class Blocks:
 
     # ---- attention over cached rows (1.6)
     @property
-    def gated(self) -> int:
-        """Whether q_proj brings a gate for every head's output."""
-        return getattr(self.g, "output_gate", True)
-
-    @property
     def query_width(self) -> int:
-        return self.g.heads * self.g.head_dim * (2 if self.gated else 1)
+        return self.g.heads * self.g.head_dim * (2 if self.g.output_gate else 1)
 
     @property
     def scratch_floats(self) -> int:
@@ -107,7 +102,7 @@ class Blocks:
             "attention_prep", self.step, self.q.array, self.q.ld, self.k.array, self.k.ld, self.v.array, self.v.ld,
             w.norm(name + "q_norm.weight"), w.norm(name + "k_norm.weight"), g.eps, self.rope, self.behind,
             self.cache("k", index), self.cache("v", index), self.ctx, queries, keys, g.head_dim, g.rotary_dim,
-            self.gated, barrier=barrier,
+            g.output_gate, barrier=barrier,
         )
 
     def attend_rows(self, name: str, index: int, picks: Any = 0, budget: int = 0, ratio: int = 1) -> None:
@@ -115,7 +110,7 @@ class Blocks:
         g, p = self.g, self.program
         p.op("attention", self.step, self.q.array, self.q.ld, self.cache("k", index), self.cache("v", index), self.ctx,
              picks, budget, self.counts, ratio, self.heads.array, self.heads.ld, g.heads, g.kv_heads, g.head_dim,
-             self.scratch, self.scratch.shape[1], self.gated)
+             self.scratch, self.scratch.shape[1], g.output_gate)
         linear(p, Input(self.heads, g.heads * g.head_dim), self.w.matrix(name + "o_proj.weight"), self.y,
                step=self.step, barrier=False)
 

@@ -26,7 +26,7 @@ _ACTIVATION = {"silu": 0, "sigmoid": 1}
 def gdn_floats(g: Any) -> int:
     """4-byte cells of a row, apart from prepared rows."""
     inner = g.gdn_value_heads * g.gdn_value_dim
-    grouped = g.conv_channels + inner + 2 * g.gdn_value_heads + 4 if getattr(g, "gdn_grouped", False) else 0
+    grouped = g.conv_channels + inner + 2 * g.gdn_value_heads + 4 if g.gdn_grouped else 0
     return 2 * (g.conv_channels + inner) + 4 * g.gdn_value_heads + 14 + grouped
 
 
@@ -54,7 +54,7 @@ class DeltaNet:
         self.decay, self.beta = (p.buffer(p.limit, g.gdn_value_heads) for _ in range(2))
         self.shape = (g.gdn_key_heads, g.gdn_value_heads, g.gdn_key_dim, g.gdn_value_dim)
         self.block = p.buffer(blocks.team.threads, block_floats(g))  # a thread's copy of a block of S
-        if getattr(g, "gdn_grouped", False):
+        if g.gdn_grouped:
             self.qkvz, self.ba = blocks.rows(g.conv_channels + inner), blocks.rows(2 * g.gdn_value_heads)
             self.orders = _orders(g)
 
@@ -76,7 +76,7 @@ class DeltaNet:
     def _inputs(self, name: str) -> None:
         """x -> qkv, z, a, b; no barrier behind qkv, the convolution goes by `columns`."""
         p, w, x = self.blocks.program, self.blocks.w, Input(self.blocks.x, self.g.hidden)
-        if not getattr(self.g, "gdn_grouped", False):
+        if not self.g.gdn_grouped:
             parts = (("z", self.z), ("a", self.a), ("b", self.b), ("qkv", self.qkv))
             linears(p, x, [(w.matrix(f"{name}in_proj_{part}.weight"), rows) for part, rows in parts], barrier=False)
             return

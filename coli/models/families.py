@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coli.errors import ModelError
+from coli.experts import plan_experts, trunk_layers
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.strict import show
 from coli.models import (
@@ -22,7 +23,9 @@ from coli.models import (
     qwen38_mtp,
     qwen38_program,
 )
+from coli.models.base import never
 from coli.models.head import HeadPlan
+from coli.models.layout import HEAD, head_bytes
 from coli.models.qwen38 import Qwen38
 from coli.models.trunk import Trunk
 from coli.state import StateSpec
@@ -41,7 +44,9 @@ class Family:
     state_spec: Callable[[Any], StateSpec]
     workspace_bytes: Callable[..., int]
     trunk: Callable[..., Trunk]
-    plan_head: Callable[..., HeadPlan]
+    check_head: Callable[[Checkpoint, Any], None]
+    head_workspace_bytes: Callable[..., int]
+    head_theta: Callable[[Checkpoint, Any], float]
     head_spec: Callable[[Any], StateSpec]
     head_writer: Callable[..., Any]
     has_wirings: bool = False  # the head's input norm may be wired in two ways
@@ -56,16 +61,19 @@ def _qwen36(checkpoint: Checkpoint, g: Any, weights: Any, store: Any, kernels: A
 QWEN38 = Family(
     name="qwen38", model_types=qwen38_geometry.MODEL_TYPES, geometry=qwen38_geometry.geometry,
     check=qwen38_layout.check, int8_rows=qwen38_layout.int8_rows,
-    expert_layers=lambda g: tuple(f"layers.{i}." for i in range(g.layers)),
+    expert_layers=trunk_layers,
     state_spec=qwen38_program.state_spec, workspace_bytes=qwen38_program.workspace_bytes, trunk=Qwen38,
-    plan_head=qwen38_mtp.plan_head, head_spec=qwen38_mtp.head_spec, head_writer=qwen38_mtp.HeadWriter, has_wirings=True,
+    check_head=qwen38_layout.check_head, head_workspace_bytes=qwen38_mtp.head_workspace_bytes,
+    head_theta=qwen38_layout.head_rope_theta, head_spec=qwen38_mtp.head_spec, head_writer=qwen38_mtp.HeadWriter,
+    has_wirings=True,
 )  # fmt: skip
 QWEN36 = Family(
     name="qwen36", model_types=qwen36_geometry.MODEL_TYPES, geometry=qwen36_geometry.geometry,
     check=qwen36_layout.check, int8_rows=qwen36_layout.int8_rows,
     expert_layers=lambda g: tuple(f"layers.{i}." for i in g.moe_layers),
     state_spec=qwen36_program.state_spec, workspace_bytes=qwen36_program.workspace_bytes, trunk=_qwen36,
-    plan_head=qwen36_mtp.plan_head, head_spec=qwen36_mtp.head_spec, head_writer=qwen36_mtp.HeadWriter,
+    check_head=qwen36_layout.check_head, head_workspace_bytes=qwen36_mtp.head_workspace_bytes,
+    head_theta=lambda checkpoint, g: g.rope_theta, head_spec=qwen36_mtp.head_spec, head_writer=qwen36_mtp.HeadWriter,
 )  # fmt: skip
 FAMILIES = (QWEN38, QWEN36)
 
@@ -78,3 +86,19 @@ def family_of(checkpoint: Checkpoint) -> Family:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise ModelError(f"model type {show(kind)} is not one coli runs", checkpoint.config_path, f"it runs {known}")
+
+
+def plan_head(
+    family: Family, checkpoint: Checkpoint, g: Any, *, ctx: int, threads: int, trunk_int8: bool, mode: str,
+    activations: str, codes: int,
+) -> HeadPlan:  # fmt: skip
+    """Check the draft head's tensors and size it. Raises ModelError for a checkpoint without a sound one."""
+    family.check_head(checkpoint, g)
+    routed = f"{HEAD}mlp.gate.weight" in checkpoint
+    return HeadPlan(
+        dense=head_bytes(checkpoint, family.int8_rows if trunk_int8 else never),
+        kv=ctx * family.head_spec(g).kv_bytes_per_token(),
+        workspace=family.head_workspace_bytes(g, ctx=ctx, threads=threads, codes=codes),
+        experts=plan_experts(checkpoint, g, (HEAD,), mode, activations) if routed else None,
+        theta=family.head_theta(checkpoint, g),
+    )

@@ -161,6 +161,15 @@ def check_tensors(
     _expert_kinds(checkpoint, table)
 
 
+def head_tensors(checkpoint: Checkpoint, variable: str) -> dict[str, Tensor]:
+    """The draft head's. Raises ModelError where there are none; `variable` demands a head."""
+    head = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("mtp.")}
+    if not head:
+        raise ModelError("the checkpoint has no draft head (no mtp.* tensors)", checkpoint.folder,
+                         f"use a checkpoint with one, or leave out {variable}=1 (--mtp)")  # fmt: skip
+    return head
+
+
 def _without_sidecar(checkpoint: Checkpoint, table: Mapping[str, Shape]) -> dict[str, Shape]:
     """The table without the experts of layers that have none in the checkpoint itself but may have them in a sidecar
     (the expert store looks)."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
-from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
-from coli.models.layout import HEAD, Shape, attention, check_tensors, gdn, gdn_core, moe, swiglu
+from coli.models.layout import HEAD, Shape, attention, check_tensors, gdn, gdn_core, head_tensors, moe, swiglu
 from coli.models.qwen36_geometry import Geometry
 
 # Tiny, and choices hang on them: gates and routers. The embedding is not multiplied.
@@ -97,8 +96,4 @@ def check(checkpoint: Checkpoint, g: Geometry) -> None:
 
 def check_head(checkpoint: Checkpoint, g: Geometry) -> None:
     """The same of the draft head. Raises ModelError."""
-    head = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("mtp.")}
-    if not head:
-        raise ModelError("the checkpoint has no draft head (no mtp.* tensors)", checkpoint.folder,
-                         "use a checkpoint with one, or leave out Q36_MTP=1 (--mtp)")  # fmt: skip
-    check_tensors(checkpoint, head, expected_head(g, checkpoint))
+    check_tensors(checkpoint, head_tensors(checkpoint, "Q36_MTP"), expected_head(g, checkpoint))

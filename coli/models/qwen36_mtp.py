@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from coli.experts import ExpertStore, planned
-from coli.formats.checkpoint import Checkpoint
-from coli.models.base import Embedding, Weights, never
+from coli.experts import ExpertStore
+from coli.models.base import Embedding, Weights
 from coli.models.blocks import code_bytes
-from coli.models.head import LIMIT, HeadPlan
-from coli.models.layout import HEAD, head_bytes
+from coli.models.head import LIMIT
+from coli.models.layout import HEAD
 from coli.models.qwen36_blocks import Qwen36Blocks, row_floats, scratch_floats
 from coli.models.qwen36_geometry import Geometry
-from coli.models.qwen36_layout import check_head, head_mlp, int8_rows
+from coli.models.qwen36_layout import head_mlp
 from coli.program.builder import Program
 from coli.program.cpu import Team
 from coli.program.ops import Input, linear, linears, rms_group
@@ -39,17 +38,6 @@ def head_workspace_bytes(g: Geometry, *, ctx: int, threads: int, codes: int) -> 
     limit = min(LIMIT, ctx)
     row, final = row_floats(g) + 5 * g.hidden + 8, g.hidden + g.vocab
     return 4 * (limit * row + final + threads * scratch_floats(ctx)) + 32 * g.experts + codes * code_bytes(g, limit)
-
-
-def plan_head(checkpoint: Checkpoint, g: Geometry, *, ctx: int, threads: int, trunk_int8: bool, mode: str,
-              codes: int) -> HeadPlan:  # fmt: skip
-    """Check the head's tensors and size it. Raises ModelError for a checkpoint without a sound one."""
-    check_head(checkpoint, g)
-    slot = planned(checkpoint, g, (HEAD,), mode) if head_mlp(g, checkpoint) == "moe" else 0
-    return HeadPlan(
-        dense=head_bytes(checkpoint, int8_rows if trunk_int8 else never), kv=ctx * head_spec(g).kv_bytes_per_token(),
-        workspace=head_workspace_bytes(g, ctx=ctx, threads=threads, codes=codes), slot=slot, theta=g.rope_theta,
-    )
 
 
 class HeadWriter(Qwen36Blocks):

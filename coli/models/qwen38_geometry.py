@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from coli.formats.strict import show
 from coli.models.config import Reader, layer_types, rope
@@ -29,6 +29,12 @@ GATES = {"sigmoid": "sigmoid", "silu": "silu", "swish": "silu"}
 @dataclass(frozen=True)
 class Geometry:
     """Every size of the model, checked. Layers count from 0; `index_budget` is in tokens."""
+
+    # what coli/models/qwen36_geometry.py leaves to the config and this architecture settles
+    output_gate: ClassVar[bool] = True
+    gdn_grouped: ClassVar[bool] = False
+    centred: ClassVar[bool] = True
+    dense_inter: ClassVar[int] = 0
 
     hidden: int
     layers: int

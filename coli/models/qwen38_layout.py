@@ -11,8 +11,7 @@ Source of names and shapes: model_spec.md 5a to 5d. Guarded by tests/models/test
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Iterator
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from coli.errors import ModelError
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.strict import AGAIN
 from coli.models.config import Reader
-from coli.models.layout import FLOATS, HEAD, Shape, attention, check_tensors, gdn, moe
+from coli.models.layout import FLOATS, HEAD, Shape, attention, check_tensors, gdn, head_tensors, moe
 from coli.models.qwen38_geometry import MODEL_TYPES, Geometry, geometry
 from coli.ngrams import NgramHash, table_prefix
 
@@ -153,16 +152,12 @@ def check(checkpoint: Checkpoint, g: Geometry) -> None:
 
 def check_head(checkpoint: Checkpoint, g: Geometry) -> None:
     """The same of the draft head. Raises ModelError."""
-    head = {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith("mtp.")}
-    if not head:
-        raise ModelError("the checkpoint has no draft head (no mtp.* tensors)", checkpoint.folder,
-                         "use a checkpoint with one, or leave out Q38_MTP=1 (--mtp)")  # fmt: skip
-    check_tensors(checkpoint, head, expected_head(g, checkpoint))
+    check_tensors(checkpoint, head_tensors(checkpoint, "Q38_MTP"), expected_head(g, checkpoint))
 
 
-def head_rope_theta(config: Mapping[str, Any], g: Geometry, where: object) -> float:
+def head_rope_theta(checkpoint: Checkpoint, g: Geometry) -> float:
     """Base of the head's rotary positions: its own where the config names one, else the trunk's."""
-    own = Reader(config, where).inside("mtp")
+    own = Reader(checkpoint.config, checkpoint.config_path).inside("mtp")
     return own.number("rope_theta", default=g.rope_theta)
 
 

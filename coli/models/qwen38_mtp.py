@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from coli.experts import ExpertStore, planned
-from coli.formats.checkpoint import Checkpoint
-from coli.models.base import Embedding, Weights, never
+from coli.experts import ExpertStore
+from coli.models.base import Embedding, Weights
 from coli.models.blocks import code_bytes
-from coli.models.head import LIMIT, HeadPlan
-from coli.models.layout import HEAD, head_bytes
+from coli.models.head import LIMIT
+from coli.models.layout import HEAD
 from coli.models.qwen38_blocks import Qwen38Blocks, row_floats, scratch_floats
 from coli.models.qwen38_geometry import Geometry
-from coli.models.qwen38_layout import check_head, head_rope_theta, int8_rows
 from coli.program.builder import STEP_ROWS, Program, Rows
 from coli.program.cpu import Team
 from coli.program.ops import Input, linear, linears, rms_group
@@ -40,17 +38,6 @@ def head_workspace_bytes(g: Geometry, *, ctx: int, threads: int, codes: int) -> 
     row = row_floats(g, ctx) + 3 * g.width + 3 * g.hidden + 2 * g.streams + 12
     final = 2 * g.width + g.hc_lowrank + g.hidden + g.vocab
     return 4 * (limit * row + final + threads * scratch_floats(g, ctx)) + 32 * g.experts + codes * code_bytes(g, limit)
-
-
-def plan_head(checkpoint: Checkpoint, g: Geometry, *, ctx: int, threads: int, trunk_int8: bool, mode: str,
-              codes: int) -> HeadPlan:  # fmt: skip
-    """Check the head's tensors and size it. Raises ModelError for a checkpoint without a sound one."""
-    check_head(checkpoint, g)
-    return HeadPlan(
-        dense=head_bytes(checkpoint, int8_rows if trunk_int8 else never), kv=ctx * head_spec(g).kv_bytes_per_token(),
-        workspace=head_workspace_bytes(g, ctx=ctx, threads=threads, codes=codes),
-        slot=planned(checkpoint, g, (HEAD,), mode), theta=head_rope_theta(checkpoint.config, g, checkpoint.config_path),
-    )
 
 
 class HeadWriter(Qwen38Blocks):

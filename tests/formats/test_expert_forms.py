@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from coli.errors import ModelError
-from coli.experts import ExpertStore, Part, plan_experts, planned
+from coli.experts import ExpertStore, Part, plan_experts
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import dequantise, widen
 from coli.formats.ggml import DECODED, NATIVE
@@ -109,7 +109,7 @@ def test_slots_hold_the_blocks_of_the_file(tmp_path, dtype, activations):
     assert store.bytes_read == 2 * sum(data[0].nbytes for _, data in stack.values())
     assert store.format == (dtype if native else dtype.lower()) and not store.notes
     assert store.records[0].nbytes == sum(data[0].nbytes for _, data in stack.values())
-    assert store.record_bytes() == 2 * store.records[0].nbytes == planned(store._checkpoint, store.geometry)
+    assert store.record_bytes() == 2 * store.records[0].nbytes == plan_experts(store._checkpoint, store.geometry).nbytes
     store.close()
 
 
@@ -196,7 +196,7 @@ def test_any_form_is_rounded_to_what_was_asked(tmp_path, dtype, mode):
         assert bytes_of(store, 0, 1, part).tobytes() == PACK[mode](exact).data.tobytes()
     assert store.format.startswith({"int4": "int4 groups of 64 (from ", "int8": "int8 rows (from "}[mode])
     assert "are rounded to int" in store.notes[0]
-    assert planned(store._checkpoint, store.geometry, mode=mode) == store.record_bytes()
+    assert plan_experts(store._checkpoint, store.geometry, mode=mode).nbytes == store.record_bytes()
     store.close()
 
 

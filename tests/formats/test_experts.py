@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coli.errors import ModelError, ReadError, UsageError
-from coli.experts import ExpertStore, planned
+from coli.experts import ExpertStore, plan_experts
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import widen
 from coli.models.qwen38_layout import check, geometry
@@ -72,7 +72,7 @@ def test_slots_hold_the_bytes_of_the_file(tmp_path, form):
     assert all(p.at % 64 == 0 and p.scale_at % 64 == 0 for p in parts) and record.nbytes % 64 == 0
     assert store.records == [record] * g.layers
     assert [p.row_bytes * p.n for p in parts] == [p.nbytes for p in parts]
-    assert store.record_bytes() == planned(store._checkpoint, g) == g.layers * record.nbytes
+    assert store.record_bytes() == plan_experts(store._checkpoint, g).nbytes == g.layers * record.nbytes
     for layer in (0, g.layers - 1):
         ids = [g.experts - 1, 0, 3]
         store.ensure(layer, ids)

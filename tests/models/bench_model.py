@@ -62,3 +62,28 @@ class Opened:
             at += len(piece)
             positions += list(range(at - len(out[-1]), at))
         return positions, np.concatenate(out)
+
+
+# ---- what holds for every engine -----------------------------------------------------------------------------------
+
+
+def every_row_of_a_long_piece(folder: Path) -> None:
+    """Asking for all rows of more than a piece gives each row its own."""
+    ids = random_ids(30, folder)
+    with Opened(folder) as opened:
+        _, single = opened.logits(ids, [1])
+        opened.state.reset()
+        answer = opened.engine.model.forward(ids, opened.state, want="all")
+        assert answer.logits.tobytes() == single.tobytes()
+        assert len({row.tobytes() for row in answer.streams}) == len(ids)
+
+
+def any_chunking(folder: Path, seed: int) -> None:
+    """However the tokens come in, logits and state are the same."""
+    ids = random_ids(90, folder, seed)
+    with Opened(folder) as opened:
+        _, one = opened.logits(ids, [1])
+        content = opened.state.content()
+        at, many = opened.logits(ids, np.random.default_rng(seed).integers(1, 30, 90).tolist())
+        assert many.tobytes() == one[at].tobytes()
+        assert opened.state.content() == content

@@ -8,7 +8,7 @@ import pytest
 from coli.errors import ModelError, NonFinite
 from coli.kernels.packing import quantise_int8
 from coli.models import base
-from tests.models.bench_model import Opened, oracle_logits, random_ids
+from tests.models.bench_model import Opened, any_chunking, every_row_of_a_long_piece, oracle_logits, random_ids
 from tests.tiny import odd_config, tiny_config, write_tiny
 
 F32_COLUMN = 1.2e-5  # model_spec.md section 0, qwen4_exp, float32 decode; the bar is ten times it
@@ -37,25 +37,12 @@ def test_logits_equal_the_oracle_however_the_prompt_is_cut(tiny):
 
 
 def test_asking_for_every_row_of_a_long_piece_gives_every_row(tiny):
-    ids = random_ids(30, tiny)
-    with Opened(tiny) as opened:
-        _, single = opened.logits(ids, [1])
-        opened.state.reset()
-        answer = opened.engine.model.forward(ids, opened.state, want="all")
-        assert answer.logits.tobytes() == single.tobytes()
-        assert len({row.tobytes() for row in answer.streams}) == len(ids)
+    every_row_of_a_long_piece(tiny)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_chunking_leaves_the_same_logits_and_the_same_state(tiny, seed):
-    rng = np.random.default_rng(seed)
-    ids = random_ids(90, tiny, seed)
-    with Opened(tiny) as opened:
-        _, one = opened.logits(ids, [1])
-        content = opened.state.content()
-        at, many = opened.logits(ids, rng.integers(1, 30, 90).tolist())
-        assert many.tobytes() == one[at].tobytes()
-        assert opened.state.content() == content
+    any_chunking(tiny, seed)
 
 
 ODD = {
