@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any, BinaryIO, TypeAlias
 
@@ -18,22 +18,27 @@ from coli import memory
 from coli.chat import ChatTemplate, stop_ids
 from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.expert_forms import KINDS
-from coli.experts import ExpertPlan, ExpertStore, NoExperts, plan_experts
+from coli.expert_plan import ExpertPlan
+from coli.expert_reader import ExpertReader
+from coli.experts import ExpertStore, NoExperts
 from coli.formats.checkpoint import Checkpoint
+from coli.formats.readers import HEAD_READERS, reading_threads
+from coli.guard import Guard
 from coli.kernels.blocked import BLOCKED, base_kind
 from coli.models import find
 from coli.models.base import Weights, never
-from coli.models.families import Family, family_of, plan_head
-from coli.models.head import DraftHead, HeadPlan
-from coli.models.layout import dense_bytes
+from coli.models.families import Family, family_of
+from coli.models.head import DraftHead
+from coli.plan import Plan, make_plan
 from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads, usable_cpus
 from coli.report import size
 from coli.settings import Settings, no_effect
-from coli.speculation import lookup
-from coli.speculation.options import Speculation, idle
+from coli.speculation.options import idle
 from coli.speculation.vocabulary import FixedVocabulary, Vocabulary, open_vocabulary
+from coli.survey import HeadSurvey, Survey, survey
 from coli.tokenizer import Tokenizer
+from coli.usage import Shape, open_usage
 
 Progress: TypeAlias = Callable[[str], None]
 
@@ -41,28 +46,31 @@ Progress: TypeAlias = Callable[[str], None]
 class Engine:
     """A loaded model with its tokenizer, thread team and expert cache. Use `Engine.open`; close it when done."""
 
-    def __init__(self, settings: Settings, checkpoint: Checkpoint, family: Family, geometry: Any,
-                 on_progress: Progress | None, start: float) -> None:  # fmt: skip
-        self.settings, self.checkpoint, self.geometry = settings, checkpoint, geometry
-        self.family, self.name = family, family.name
-        self.model_path = checkpoint.folder
-        self.notes: list[str] = no_effect(settings, self.name)
-        self.ctx = _context(settings, geometry)
-        self.threads = settings.threads or default_threads()
+    def __init__(self, checkpoint: Checkpoint, family: Family, plan: Plan, on_progress: Progress | None,
+                 start: float, held: int) -> None:  # fmt: skip
+        """`start`, `held`: the time, and the bytes this process held, before anything was opened."""
+        self.checkpoint, self.family, self.name, self.plan = checkpoint, family, family.name, plan
+        self.settings, self.geometry, self.model_path = plan.settings, plan.survey.geometry, checkpoint.folder
+        self.ctx, self.threads, self.limit, self.cap = plan.ctx, plan.threads, plan.limit, plan.cap
+        self.terms = plan.terms
+        self.notes: list[str] = no_effect(self.settings, self.name)
+        self.say: Callable[[str], None] = self.notes.append  # is given what happens later, when it happens
         if self.threads > usable_cpus():
             self.notes.append(
                 f"{self.threads} threads on {usable_cpus()} CPUs wait for each other: --threads {default_threads()} is "
                 "faster"
             )
         self.vocabulary: Vocabulary | FixedVocabulary | None = None
-        self.terms: memory.Terms
         self._closing = ExitStack()  # what is open so far, should a later step fail
         with self._closing as opened, ThreadPoolExecutor(1) as pool:
             text = pool.submit(self._open_text)
-            kernels = Kernels(settings.cache_dir, simd=settings.simd, on_progress=on_progress)
+            kernels = Kernels(self.settings.cache_dir, simd=self.settings.simd, on_progress=on_progress)
             self.team = Team(kernels, self.threads)
             opened.callback(self.team.close)
             self._open_model(kernels, opened)
+            self.guard = Guard(plan.budget, self.terms, self.stores, say=lambda text: self.say(text),
+                               on=self.settings.guard, held=held)  # fmt: skip
+            self.model.player.on_wait = self.guard.tick  # a prompt's forward takes long
             self.tokenizer, self.chat, self.stop_ids = text.result()
             self.notes += kernels.notes
             self._closing = opened.pop_all()
@@ -71,7 +79,7 @@ class Engine:
     @classmethod
     def open(cls, settings: Settings, on_progress: Progress | None = None) -> Engine:
         """Raises ModelError, DoesNotFit or UsageError; nothing stays open then."""
-        start = time.perf_counter()
+        start, held = time.perf_counter(), memory.resident()
         path = find.find(settings.model)
         with ExitStack() as opened:
             checkpoint = opened.enter_context(Checkpoint.open(path))
@@ -79,7 +87,8 @@ class Engine:
             settings = settings.resolve(family.name)
             geometry = family.geometry(checkpoint.config, checkpoint.config_path)
             family.check(checkpoint, geometry)
-            engine = cls(settings, checkpoint, family, geometry, on_progress, start)
+            plan = _planned(survey(checkpoint, family, geometry, settings), settings)
+            engine = cls(checkpoint, family, plan, on_progress, start, held)
             opened.pop_all()
             return engine
 
@@ -88,27 +97,35 @@ class Engine:
         return tokenizer, ChatTemplate.open(self.checkpoint, tokenizer), stop_ids(self.checkpoint, tokenizer)
 
     def _open_model(self, kernels: Kernels, opened: ExitStack) -> None:
-        g, settings, family = self.geometry, self.settings, self.family
-        self.limit = min(settings.prefill_chunk, self.ctx)
-        self.experts = plan_experts(self.checkpoint, g, family.expert_layers(g), settings.experts, settings.act)
-        plan, self.head_line = self._plan_head()
-        plan, fits = self._fit(self.experts.nbytes, plan)
-        self.cap = min(settings.cap or fits, fits, g.experts)
-        if settings.cap and self.cap < settings.cap < g.experts:
-            self.notes.append(f"--cap {settings.cap} lowered to {self.cap}: the memory budget holds no more")
-        self.store = self._open_store(self.experts, self.cap, max(4, min(self.threads, 32)), opened)
+        settings, plan, family = self.settings, self.plan, self.family
+        self.notes += plan.notes
+        self.head_line = plan.no_head
+        self.reader = self._open_reader(opened)
+        self.store = self._open_store(plan.survey.experts, plan.cap, reading_threads(self.threads), opened)
         self.weights = Weights(self.checkpoint, int8_rows=self._int8_rows, activations=settings.act,
-                               centred=g.centred)  # fmt: skip
+                               centred=self.geometry.centred)  # fmt: skip
         self.model = family.trunk(
-            self.checkpoint, g, self.weights, self.store, kernels, self.team, ctx=self.ctx, limit=self.limit,
-            undo=settings.undo,
-        )
+            self.checkpoint, self.geometry, self.weights, self.store, kernels, self.team, ctx=self.ctx,
+            limit=self.limit, undo=settings.undo, prefetch=settings.prefetch,
+        )  # fmt: skip
         opened.callback(self.model.close)
+        self.dense_bytes = self.weights.nbytes  # of the trunk's weights, before the head's
         self.stores = [self.store]  # the trunk's, then the head's
         self.head: DraftHead | None = None
-        if plan is not None:
-            self._load_head(plan, kernels, opened)
+        if plan.head and plan.survey.head is not None:
+            self._load_head(plan.survey.head, kernels, opened)
         self.notes += self._format_notes() + idle(settings, head=self.head is not None)
+        self._open_usage()
+
+    def _open_usage(self) -> None:
+        """Pin the experts that earlier runs used most and, with --warm-start, begin to read the hottest."""
+        shape = Shape.of(self.name, self.geometry, self.store.layers)
+        self.usage, notes = open_usage(self.settings, self.model_path, shape)
+        self.notes += notes
+        if self.usage is not None:
+            self.store.pin(self.usage.pins())
+            if self.settings.warm_start:
+                self.store.fill(self.usage.hottest())
 
     def _format_notes(self) -> list[str]:
         """What weights became that are not computed on as they are stored, and wishes that changed none."""
@@ -119,6 +136,10 @@ class Engine:
             notes.append("--trunk int8 has no effect: no dense matrix is stored as floats")
         if self.settings.experts != "stored" and not self.geometry.experts:
             notes.append(f"--experts {self.settings.experts} has no effect: the model has no experts")
+        if not self.geometry.experts:
+            wishes = ("direct", "mirror", "page_cache", "prefetch")  # of the history's, open_usage says it
+            notes += [f"{self.settings.named(name)} has no effect: the model has no experts" for name in wishes
+                      if self.settings.origin(name) != "default"]  # fmt: skip
         return notes
 
     @property
@@ -126,109 +147,51 @@ class Engine:
         """Which dense matrices become int8 rows."""
         return self.family.int8_rows if self.settings.trunk_int8 else never
 
-    @property
-    def _codes(self) -> int:
-        """How many kinds of int8 codes of its inputs the model's integer weights want: each keeps its own."""
-        if self.settings.act == "f32":
-            return 0
-        kinds = {kind for layer in self.experts.layers for kind in layer.kinds}
-        kinds |= {tensor.dtype.lower() for tensor in self.checkpoint.tensors.values()}
-        kinds |= {"int8"} if self.settings.trunk_int8 else set()
-        return len({"int4", "int8"} & kinds) + bool(kinds & BLOCKED.keys())
+    def _open_reader(self, opened: ExitStack) -> ExpertReader | None:
+        """What every store reads its experts with; None for a model without any."""
+        settings, found, experts = self.settings, self.plan.survey, self.geometry.experts
+        plans = [plan for plan in (found.experts, found.head and found.head.experts) if plan and plan.layers]
+        if not plans:
+            return None
+        files = {path for plan in plans for path in plan.files(experts)} if settings.mirror else None
+        reader = ExpertReader(self.checkpoint, direct=settings.direct, mirror=settings.mirror,
+                              release=self.plan.release, files=files, record=max(found.slots))  # fmt: skip
+        opened.callback(reader.close)
+        self.notes += reader.notes
+        reader.say = lambda text: self.say(text)
+        return reader
 
     def _open_store(self, plan: ExpertPlan | None, cap: int, threads: int, opened: ExitStack) -> ExpertStore:
         if plan is None or not plan.layers:
             return NoExperts()
-        store = ExpertStore(self.checkpoint, self.geometry, cap, threads, plan=plan)
+        store = ExpertStore(self.checkpoint, self.geometry, cap, threads, plan=plan, reader=self.reader)
         opened.callback(store.close)
         return store
 
-    def _fit(self, slots: int, plan: HeadPlan | None) -> tuple[HeadPlan | None, int]:
-        """(the head that fits, experts a layer): a head's own --mtp-cap gives way first, then a head nobody demanded.
-        `slots`: bytes of one expert in every layer. Raises DoesNotFit."""
-        if plan is None:
-            return None, self._budget(slots, None, 0)
-        own = min(self.settings.mtp_cap or 0, self.geometry.experts)
-        for self.mtp_cap in sorted({own, 0}, reverse=True):
-            with suppress(DoesNotFit):
-                fits = self._budget(slots, plan, self.mtp_cap)
-                if self.mtp_cap != own:
-                    self.notes.append(f"--mtp-cap {own} is more than the memory budget holds: the head keeps as many "
-                                      "experts as a layer")  # fmt: skip
-                return plan, fits
-        if self.settings.mtp:
-            return plan, self._budget(slots, plan, 0)  # raises
-        self.head_line = "no draft head: the memory budget holds the model only without it"
-        return None, self._budget(slots, None, 0)
-
-    def _load_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> None:
+    def _load_head(self, head: HeadSurvey, kernels: Kernels, opened: ExitStack) -> None:
         """Open the head, or say why there is none. Raises ModelError where one is demanded."""
         with ExitStack() as mine:
             try:
-                self.head = self._open_head(plan, kernels, mine)
+                self.head = self._open_head(head, kernels, mine)
             except ModelError as error:
                 if self.settings.mtp:
                     raise
                 self.head_line, self.vocabulary = f"no draft head: {error.what}", None
-                self.terms, self.stores = replace(self.terms, head=0), [self.store]
+                self.terms, self.stores = self.terms.without_head(), [self.store]
                 return
             opened.push(mine.pop_all())
 
-    def _budget(self, slots: int, plan: HeadPlan | None, mtp_cap: int) -> int:
-        """Experts a layer that the budget holds beside everything else; `mtp_cap`: those of the head, 0 for as many as
-        a layer keeps. Raises DoesNotFit."""
-        g, settings, spec = self.geometry, self.settings, self.family.state_spec(self.geometry)
-        head, each = 0, slots
-        if plan is not None:
-            head = plan.nbytes + mtp_cap * plan.slot
-            each += 0 if mtp_cap else plan.slot
-        self.terms = memory.terms(
-            spec, ctx=self.ctx, undo=spec.undo_bytes(settings.undo, Speculation.of(settings).deepest), head=head,
-            dense=dense_bytes(self.checkpoint, g, self._int8_rows),
-            workspace=self.family.workspace_bytes(g, limit=self.limit, ctx=self.ctx, threads=self.threads,
-                                                  codes=self._codes),
-            lookup=self.ctx * lookup.TOKEN_BYTES * settings.lookup,
-        )
-        budget = settings.ram or memory.default_budget()
-        return memory.choose_cap(budget, self.terms, experts=g.experts, each=each)
-
-    def _plan_head(self) -> tuple[HeadPlan | None, str]:
-        """The head to load, or None and why not. Raises ModelError where one is demanded."""
-        settings = self.settings
-        if settings.mtp is False:
-            return None, self._unread()
-        try:
-            plan = plan_head(
-                self.family, self.checkpoint, self.geometry, ctx=self.ctx, threads=self.threads,
-                trunk_int8=settings.trunk_int8, mode=settings.experts, activations=settings.act, codes=self._codes,
-            )
-        except ModelError as error:
-            if settings.mtp:
-                raise
-            return None, f"no draft head: {error.what}"
-        return plan, ""
-
-    def _unread(self) -> str:
-        """Why there is no head, where the settings leave it out."""
-        row = self.settings.row("mtp").name
-        if self.settings.origin("mtp") != "default":
-            return f"no draft head: left unread (--no-mtp, {row}=0)"
-        if any(name.startswith("mtp.") for name in self.checkpoint):
-            return f"no draft head: the checkpoint has one, --mtp ({row}=1) drafts with it"
-        return "no draft head: the checkpoint has none"
-
-    def _open_head(self, plan: HeadPlan, kernels: Kernels, opened: ExitStack) -> DraftHead:
-        settings, g, family = self.settings, self.geometry, self.family
-        cap = self.mtp_cap or self.cap
-        store = self._open_store(plan.experts, cap, 4, opened)
+    def _open_head(self, head: HeadSurvey, kernels: Kernels, opened: ExitStack) -> DraftHead:
+        settings, g, family, cap = self.settings, self.geometry, self.family, self.plan.head_cap
+        store = self._open_store(head.experts, cap, HEAD_READERS, opened)
         self.stores.append(store)
         wiring = settings.mtp_wiring if family.has_wirings else ""
         words = f"wiring {wiring}, " if wiring else ""
-        besides = f" besides experts {store.format}, {cap} of {g.experts} in memory" if plan.slot else ""
-        self.head_line = f"draft head: {words}RoPE base {plan.theta:,.0f}, {size(plan.nbytes)} resident{besides}"
+        besides = f" besides experts {store.format}, {cap} of {g.experts} in memory" if head.slot else ""
+        self.head_line = f"draft head: {words}RoPE base {head.theta:,.0f}, {size(self.terms.of_head)} resident{besides}"
         self.vocabulary, notes = open_vocabulary(settings, self.model_path, g.vocab)
         self.notes += notes
-        writer = family.head_writer(g, self.weights, store, self.team, self.ctx, wiring, plan.theta)
+        writer = family.head_writer(g, self.weights, store, self.team, self.ctx, wiring, head.theta)
         return DraftHead(
             writer, family.head_spec(g), self.model.lm_head, kernels, wiring=wiring, vocabulary=self.vocabulary,
             dump=_open_dump(settings, opened), dump_name=settings.row("mtp_dump").name,
@@ -236,11 +199,15 @@ class Engine:
 
     def save_history(self) -> list[str]:
         """Write what was learned for later runs (USAGE_SAVE=0: nothing); says what could not be written."""
-        if self.vocabulary is None or not self.settings.usage_save:
-            return []
-        self.vocabulary.save()
-        notes = list(self.vocabulary.notes)
-        self.vocabulary.notes.clear()
+        notes: list[str] = []
+        if not self.settings.usage_save:
+            return notes
+        if self.usage is not None:
+            notes += self.usage.save(self.store.uses)
+        if self.vocabulary is not None:
+            self.vocabulary.save()
+            notes += self.vocabulary.notes
+            self.vocabulary.notes.clear()
         return notes
 
     def geometry_facts(self) -> dict[str, Any]:
@@ -277,6 +244,16 @@ class Engine:
         self.close()
 
 
+def _planned(surveyed: Survey, settings: Settings) -> Plan:
+    """The plan for --ram, or for as much of it as there is; raises as `make_plan`."""
+    budget, notes = memory.granted(settings.ram) if settings.ram else (None, [])
+    try:
+        plan = make_plan(surveyed, settings, budget)
+    except DoesNotFit as error:
+        raise DoesNotFit("; ".join([*notes, error.what]), error.where, error.hint) from None
+    return replace(plan, notes=(*notes, *plan.notes))
+
+
 def _kind_words(kind: str) -> str:
     """A GEMV kind as a user knows the format: floats in lower case, GGUF's types and FP8 in upper case."""
     base = base_kind(kind)
@@ -292,12 +269,3 @@ def _open_dump(settings: Settings, opened: ExitStack) -> BinaryIO | None:
     except OSError as error:
         hint = "give a file in a folder you may write"
         raise UsageError(f"cannot write {path}: {error.strerror}", settings.row("mtp_dump").name, hint) from error
-
-
-def _context(settings: Settings, geometry: Any) -> int:
-    """Positions to keep: the default is cut to the model's limit, a larger wish is an error."""
-    if settings.ctx > geometry.max_context and settings.origin("ctx") != "default":
-        where = "--ctx" if settings.origin("ctx") == "flag" else "COLI_CTX"
-        raise UsageError(f"a context of {settings.ctx:,} is beyond the model's limit of {geometry.max_context:,}",
-                         where, f"give at most {geometry.max_context}")  # fmt: skip
-    return min(settings.ctx, geometry.max_context)

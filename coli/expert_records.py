@@ -155,6 +155,11 @@ def trunk_layers(geometry: Sizes) -> tuple[str, ...]:
     return tuple(f"layers.{layer}." for layer in range(geometry.layers))
 
 
+def layer_name(prefix: str) -> str:
+    """What a layer is called in messages."""
+    return "the draft head" if prefix.startswith("mtp.") else prefix.rstrip(".").replace("layers.", "layer ")
+
+
 def record_of(matrices: Sequence[Matrix], kinds: Sequence[str], suffix: str = "") -> ExpertRecord:
     """The slot for gate, up and down of these formats in these kinds."""
     sizes = [forms.weight_bytes(m, kind) for m, kind in zip(matrices, kinds, strict=True)]

@@ -1,393 +1,387 @@
-"""Routed experts: read from the checkpoint when a layer asks for them, kept in `cap` slots a layer.
+"""Routed experts: read from the checkpoint when a layer asks for them, kept in slots that all layers share.
 
-Idea: a layer has one arena of `cap` equal slots in anonymous memory that is touched only as slots fill. What a slot
-holds is the layer's `ExpertRecord` (coli/expert_records.py): gate, up and down in the kinds the kernels multiply, each
-part on a 64-byte boundary. Kernels see two int64 arrays [layers, experts]: `table`, the address of an expert's slot or
-0, and `stamp`, where they write the step an expert was last used in. `ensure` makes experts resident and evicts the
-ones used longest ago; all its misses are read together on a few threads, pieces that lie side by side in the file as
-one `preadv`, and a format that kernels do not read as it is stored is converted by the thread that read it.
+Idea: what a slot holds is the layer's `ExpertRecord` (coli/expert_records.py): gate, up and down in the kinds the
+kernels multiply, each part on a 64-byte boundary. Layers whose records have one size share one `Slots`
+(coli/expert_slots.py) of `cap` slots a layer, so a layer that uses many experts gets more of them than one that uses
+few. Kernels see two int64 arrays [layers, experts]: `table`, the address of an expert's slot or 0, and `stamp`, where
+they write the step an expert was last used in, one clock over all layers. `ensure` makes experts resident and evicts
+the ones used longest ago; all its misses are read together on a few threads (coli/expert_loads.py). `fill` and
+`prefetch` read in the background what may be wanted later.
+
+*Prompts.* A layer that asks for more experts in one forward than decoding does takes its own slots first, and what
+others have beyond their share: a prompt that goes through all experts does not flush the other layers'.
+
+*Background reads* land in slots that no kernel knows, and are announced by the calling thread alone, in `settle` and
+`ensure`, while no kernel runs. One that is wanted before it has landed is waited for, not read again; one that fails is
+forgotten, and the read that somebody waits for names what is wrong.
+
 Invariants: a slot's address enters `table` only after every byte of it was read, converted and checked; an evicted
 address leaves `table` before its slot is overwritten; the experts of one call never evict each other; a resident
-expert has the file's codes and scales. Guarded by tests/formats/test_experts.py (LRU against a model, bytes, faults).
+expert has the file's codes and scales, so what is resident changes no bit of a result. Every size has slots for its
+pinned experts and a whole call besides: no call waits for ever. Guarded by tests/formats/test_experts.py (bytes,
+faults), test_experts_background.py and test_experts_pool.py (order, pins, shrinking; anything in any order).
 """
 
 from __future__ import annotations
 
-import mmap
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from queue import SimpleQueue
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from coli.errors import ColiError, DoesNotFit, ModelError, UsageError
-from coli.expert_forms import INTEGERS, REQUANTISED, NotFinite
-from coli.expert_records import (
-    ExpertRecord,
-    Fill,
-    LayerExperts,
-    Part,
-    Piece,
-    Sizes,
-    has_experts,
-    layer_experts,
-    trunk_layers,
-)
-from coli.formats import sidecar
-from coli.formats.checkpoint import Checkpoint, read_error
-from coli.formats.readers import ReadPool
-from coli.report import size
+from coli.errors import UsageError
+from coli.expert_loads import Load, Loader, Reader, Why
+from coli.expert_plan import ExpertPlan, plan_experts
+from coli.expert_reader import ExpertReader
+from coli.expert_records import ExpertRecord, LayerExperts, Sizes
+from coli.expert_slots import Slots
+from coli.formats.checkpoint import Checkpoint
 
-__all__ = [
-    "MODES", "ExpertPlan", "ExpertRecord", "ExpertStore", "NoExperts", "Part", "plan_experts", "trunk_layers",
-]  # fmt: skip
-
-MODES = ("stored", *REQUANTISED)
-_T = TypeVar("_T")
-_HUGE = 32 << 20  # arenas from this size ask for huge pages, which at most round their RSS up by 2 MiB
-
-
-# ---- the plan --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ExpertPlan:
-    """Where the experts of some layers lie and what they will be, known before anything is allocated.
-
-    `format`: words for the banner; `notes`: what a user must know about it."""
-
-    layers: tuple[LayerExperts, ...]
-    format: str
-    notes: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one slot in every layer."""
-        return sum(layer.record.nbytes for layer in self.layers)
-
-
-def plan_experts(
-    checkpoint: Checkpoint, geometry: Sizes, layers: Sequence[str] | None = None, mode: str = "stored",
-    activations: str = "int8",
-) -> ExpertPlan:  # fmt: skip
-    """Plan for the layers with these name prefixes, the trunk's by default. Raises ModelError."""
-    if mode not in MODES:
-        raise ValueError(f"experts may be {', '.join(MODES)}, not {mode}")
-    prefixes = trunk_layers(geometry) if layers is None else tuple(layers)
-    beside, notes = _beside(checkpoint, geometry, prefixes, mode)
-    suffix = "f" if activations == "f32" else ""
-    found = tuple(layer_experts(checkpoint, geometry, prefix, mode, beside, suffix) for prefix in prefixes)
-    return ExpertPlan(found, _format(found), (*notes, *_notes(found, mode)))
-
-
-def _beside(
-    checkpoint: Checkpoint, geometry: Sizes, prefixes: Sequence[str], mode: str
-) -> tuple[sidecar.Sidecar | None, list[str]]:
-    """(the sidecar to take the experts from, notes): where one has the bits that are asked for, or where the
-    checkpoint has no experts of its own."""
-    own = all(has_experts(checkpoint, prefix) for prefix in prefixes)
-    if own and (mode == "stored" or any(f"{p}mlp.experts.0.merged_weight" in checkpoint for p in prefixes)):
-        return None, []
-    wanted = {"int4": (4,), "int8": (8,)}[mode] if own else (4, 8) if mode == "int4" else (8, 4)
-    folders = [folder for bits in wanted for folder in sidecar.folders(checkpoint.folder, bits)]
-    notes: list[str] = []
-    lacking: tuple[Path, str] | None = None  # the first sidecar that has not all of them, and what it has not
-    for folder in sorted(folders, key=lambda folder: not sidecar.is_complete(folder)):
-        if own and not sidecar.is_complete(folder):
-            notes.append(f"{folder.name} is left alone: it is not complete, `coli convert` goes on where it stopped")
-            continue
-        beside = sidecar.open_sidecar(checkpoint, folder, geometry)
-        missing = next((prefix for prefix in prefixes if not beside.holds(prefix)), None)
-        if missing is None:
-            return beside, notes
-        lacking = lacking or (folder, _layer_name(missing))
-    if lacking is not None:
-        folder, layer = lacking
-        if not own:
-            raise ModelError(f"the sidecar has no experts of {layer}, and the checkpoint has none at all", folder,
-                             "download its missing files, or convert again")  # fmt: skip
-        notes.append(f"{folder.name} has no experts of {layer}: the checkpoint's own are rounded")
-    return None, notes
-
-
-def _format(layers: Sequence[LayerExperts]) -> str:
-    """"Q4_K, down Q6_K in 4 of 8 layers": the most common format, then who differs where."""
-    if not layers:
-        return "none"
-    main = Counter(words for layer in layers for words in layer.words).most_common(1)[0][0]
-    others = Counter(part for layer in layers for part in _parts(layer.words) if part[1] != main)
-    text = main
-    for (part, words), count in sorted(others.items()):
-        text += f", {part} {words}" + (f" in {count} of {len(layers)} layers" if count < len(layers) else "")
-    stored = {located.matrix.words for layer in layers for located in layer.located
-              if main in REQUANTISED.values() and located.matrix.dtype not in INTEGERS}  # fmt: skip
-    if stored:
-        text += f" (from {', '.join(sorted(stored))})"
-    source = next((layer.source for layer in layers if layer.source), "")
-    return f"{text} ({source})" if source else text
-
-
-def _parts(words: Sequence[str]) -> list[tuple[str, str]]:
-    """(name, words) of the parts of a layer's experts; gate and up are one where they are alike."""
-    gate, up, down = words
-    inner = [("gate and up", gate)] if gate == up else [("gate", gate), ("up", up)]
-    return [*inner, ("down", down)]
-
-
-def _notes(layers: Sequence[LayerExperts], mode: str) -> list[str]:
-    """What decoding and rounding cost; what a wish does not change."""
-    notes = []
-    matrices = [(located.matrix, kind) for layer in layers
-                for located, kind in zip(layer.located, layer.kinds, strict=True)]  # fmt: skip
-    decoded = sorted({m.words for m, kind in matrices if kind == "f32" and m.dtype != "F32"})
-    if decoded:
-        unlike = any(layer.kinds[0] == "f32" and layer.located[0].matrix.dtype != layer.located[1].matrix.dtype
-                     for layer in layers)  # fmt: skip
-        why = " (gate and up differ in type)" * unlike
-        notes.append(f"experts of {', '.join(decoded)} are decoded to float32 as they are read, exactly{why}: "
-                     f"{_growth(layers, 'f32')}")  # fmt: skip
-    rounded = sorted({m.words for m, kind in matrices if kind in REQUANTISED and m.dtype not in INTEGERS})
-    if rounded:
-        notes.append(f"experts of {', '.join(rounded)} are rounded to {REQUANTISED[mode]} as they are read: "
-                     f"{_growth(layers, mode)}")  # fmt: skip
-    kept = sorted({m.words for m, _ in matrices if m.dtype in INTEGERS and not m.words.startswith(mode)})
-    if mode != "stored" and kept:
-        notes.append(f"experts are stored as {', '.join(kept)}, and stay so: --experts {mode} changes nothing")
-    return notes
-
-
-def _growth(layers: Sequence[LayerExperts], kind: str) -> str:
-    """Bytes of the largest expert that has a part of this kind, in memory and in the file."""
-    layer = max((layer for layer in layers if kind in layer.kinds), key=lambda layer: layer.record.nbytes)
-    return f"{size(layer.record.nbytes)} of memory for an expert, {size(layer.stored)} in the file"
-
-
-# ---- the cache -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Miss:
-    """An expert on its way into `slot`."""
-
-    expert: int
-    slot: int
-    error: ColiError | None = None
-    nbytes: int = 0
+Ahead = Callable[[], tuple[int, Sequence[int]] | None]
+_MANY = 64  # experts a forward misses of one layer: more than any verify does
 
 
 class ExpertStore:
     """The expert cache of one open checkpoint, which must have passed its engine's check. For one caller at a time.
 
-    `layers`: name prefixes of the layers it serves, the trunk's by default; `mode`, one of MODES: requantise; for
-    `activations` "f32" quantised kinds end in f; `plan` says all three where it was made before. `records`: what a slot
-    of each layer holds. `table`, `stamp`: int64 [layers, experts], see the module. `hits`, `misses`: experts;
-    `bytes_read`: file bytes. `format`, `notes`: words.
+    `cap`: slots a layer, on average, and the most experts of a call; `layers`: name prefixes of the layers it serves,
+    the trunk's by default; `mode`: requantise; for `activations` "f32" quantised kinds end in f; `plan` says all three
+    where it was made before; `reader`: how bytes come from the files. `records`: what a slot of each layer holds.
+    `table`, `stamp`: int64 [layers, experts], see the module; `uses`, the same: forwards that used an expert.
+    Counted are experts: `hits`, `misses`, `warmed` by `fill`, `prefetched`, and of those `prefetch_used`, chosen before
+    they were evicted. `bytes_read`: file bytes, also in the background. `format`, `notes`: words.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, geometry: Sizes, cap: int, threads: int, layers: Sequence[str] | None = None, *,
-        mode: str = "stored", activations: str = "int8", plan: ExpertPlan | None = None,
+        mode: str = "stored", activations: str = "int8", plan: ExpertPlan | None = None, reader: Reader | None = None,
     ) -> None:  # fmt: skip
         if not 1 <= cap <= geometry.experts:
             raise UsageError(f"{cap} expert slots a layer, the model has {geometry.experts} experts", "--cap",
                              f"give 1 to {geometry.experts}")  # fmt: skip
-        self.geometry, self.cap = geometry, cap
+        self.geometry, self._checkpoint = geometry, checkpoint
         plan = plan or plan_experts(checkpoint, geometry, layers, mode, activations)
-        self._places = plan.layers
-        self.layers = tuple(layer.prefix for layer in plan.layers)
-        self.records: list[ExpertRecord] = [layer.record for layer in plan.layers]
-        self.format = plan.format
-        self.notes = list(plan.notes)
-        self.table = np.zeros((len(self.layers), geometry.experts), np.int64)
-        self.stamp = np.zeros((len(self.layers), geometry.experts), np.int64)
-        self.hits = self.misses = self.bytes_read = 0
-        self._checkpoint = checkpoint
-        self._pool = ReadPool(threads, "experts")
-        self._slots: list[dict[int, int]] = [{} for _ in self.layers]
-        self._free = [list(range(cap))[::-1] for _ in self.layers]
-        self._arenas = [_arena(cap * record.nbytes) for record in self.records]
+        self._own_reader: ExpertReader | None = None  # what is given, its giver closes
+        if reader is None:
+            reader = self._own_reader = ExpertReader(checkpoint)
+        self._loader = Loader(plan.layers, reader, threads)
+        self._begin(plan.layers, plan.format, list(plan.notes), geometry.experts, cap)
+
+    def _begin(self, places: Sequence[LayerExperts], form: str, notes: list[str], experts: int, cap: int) -> None:
+        self.cap, self.format, self.notes = cap, form, notes
+        self.layers = tuple(layer.prefix for layer in places)
+        self.records: list[ExpertRecord] = [layer.record for layer in places]
+        self.hits = self.misses = self.bytes_read = self.warmed = self.prefetched = self.prefetch_used = 0
+        shape = len(places), experts
+        self.table, self.stamp, self.uses = (np.zeros(shape, np.int64) for _ in range(3))
+        self._pinned, self._guessed = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+        self._experts, self._now = experts, 0  # the step that runs, as far as is known
+        self._missed = [(0, 0)] * len(places)  # (step, experts missed in it)
+        self._flying: dict[int, Load] = {}
+        sizes = [record.nbytes for record in self.records]
+        flat = self.table.reshape(-1), self.stamp.reshape(-1), self._pinned.reshape(-1)
+        self._pools = [Slots(size, sizes.count(size), cap * sizes.count(size), experts, *flat)
+                       for size in dict.fromkeys(sizes)]  # fmt: skip
+        of = {pool.nbytes: index for index, pool in enumerate(self._pools)}
+        self._pool_of = [of[size] for size in sizes]  # by layer
+        self._warm: list[list[Load]] = [[] for _ in self._pools]  # not yet known to have begun, the least wanted last
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, filled or not."""
-        return self.cap * self.record_bytes()
+        return sum(pool.capacity * pool.nbytes for pool in self._pools)
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of the slots that memory was taken for, without those that reads under way will fill."""
+        taken = sum(pool.taken * pool.nbytes for pool in self._pools)
+        return taken - sum(load.target.nbytes for load in self._flying.values())
 
     def record_bytes(self) -> int:
         """Bytes of one slot in every layer."""
         return sum(record.nbytes for record in self.records)
 
     def resident(self, layer: int) -> set[int]:
-        return set(self._slots[layer])
+        return set(np.flatnonzero(self.table[layer]).tolist())
 
     def slot(self, layer: int, expert: int) -> np.ndarray:
         """uint8 [nbytes of the layer's record], a resident expert's slot. Raises KeyError when it is not resident."""
-        return self._memory(layer, self._slots[layer][expert])
+        return self._pool(layer).held(self._key(layer, expert))
 
-    def _memory(self, layer: int, slot: int) -> np.ndarray:
-        nbytes = self.records[layer].nbytes
-        return self._arenas[layer][slot * nbytes : (slot + 1) * nbytes]
+    def _pool(self, layer: int) -> Slots:
+        return self._pools[self._pool_of[layer]]
+
+    def _key(self, layer: int, expert: int) -> int:
+        return layer * self._experts + expert
+
+    # ---- what was used -----------------------------------------------------------------------------------------------
 
     def count_hits(self, count: int) -> None:
         self.hits += count
 
-    def ensure(self, layer: int, ids: Sequence[int]) -> None:
-        """Make the distinct experts `ids` (at most `cap`) of `layer` resident.
+    def count_uses(self, clock: int) -> None:
+        """The forward of this clock is over: count the experts it used."""
+        used = self.stamp == clock
+        self.uses += used
+        if self.prefetched:
+            used &= self._guessed
+            self.prefetch_used += int(np.count_nonzero(used))
+            self._guessed ^= used
+        self._now = clock + 1
 
-        Arriving experts get the layer's newest stamp, so that a call before their first use does not evict them.
-        Raises ReadError or ModelError (NaN or infinity in an expert); the experts that could be read are resident then.
+    # ---- what is wanted now ------------------------------------------------------------------------------------------
+
+    def ensure(self, layer: int, ids: Sequence[int], ahead: Ahead | None = None, *, partly: bool = False) -> None:
+        """Make the distinct experts `ids` (at most `cap`) of `layer` resident; `partly`: one of them at least, and
+        the others are on their way.
+
+        `ahead` is called while this call's reads are under way and says what to `prefetch`. Arriving experts get the
+        newest stamp, so that a call before their first use does not evict them. Raises ReadError or ModelError (NaN or
+        infinity in an expert); the experts that could be read are resident then, or, partly, on their way.
         """
-        slots = self._slots[layer]
+        self.settle()
+        row, stamp = self.table[layer], self.stamp[layer]
         wanted = [int(expert) for expert in ids]
-        absent = [expert for expert in wanted if expert not in slots]
-        if not absent:
-            return
-        if len(set(wanted)) != len(wanted) or len(wanted) > self.cap:
+        absent = [expert for expert in wanted if not row[expert]]
+        if absent and (len(set(wanted)) != len(wanted) or len(wanted) > self.cap):
             raise ValueError(f"{len(wanted)} experts, {len(set(wanted))} distinct, for {self.cap} slots")
-        self._evict(layer, len(absent) - len(self._free[layer]), set(wanted))
-        misses = [_Miss(expert, self._free[layer].pop()) for expert in absent]
-        self._read_all(layer, misses)
-        newest = self.stamp[layer].max()
-        base = self._arenas[layer].ctypes.data
-        for miss in misses:
-            if miss.error is None:
-                slots[miss.expert] = miss.slot
-                self.stamp[layer, miss.expert] = newest
-                self.table[layer, miss.expert] = base + miss.slot * self.records[layer].nbytes
-            else:
-                self._free[layer].append(miss.slot)
-            self.bytes_read += miss.nbytes
-        self.misses += len(misses)
-        for miss in misses:
-            if miss.error is not None:
-                raise miss.error
-
-    def _evict(self, layer: int, count: int, keep: set[int]) -> None:
-        """Free the slots of the `count` experts used longest ago (ties: lower number first), never one of `keep`."""
-        if count <= 0:
+        self._now = max(self._now, int(stamp.max()))
+        stamp[[expert for expert in wanted if row[expert]]] = self._now  # `ahead` takes no slot of this call
+        keep = {self._key(layer, expert) for expert in wanted}
+        loads = self._want(layer, absent, keep)
+        if ahead is not None and (guess := ahead()) is not None:
+            self.prefetch(*guess)
+        if partly and self._wait_for_one(loads, row, wanted):
             return
-        slots, stamp = self._slots[layer], self.stamp[layer]
-        order = sorted((int(stamp[expert]), expert) for expert in slots if expert not in keep)
-        for _, expert in order[:count]:
-            self.table[layer, expert] = 0
-            self._free[layer].append(slots.pop(expert))
+        self._wait(loads)
+        forgotten = [load.expert for load in loads if load.error is not None and load.why is not Why.WANTED]
+        if forgotten:
+            again = self._want(layer, forgotten, keep)
+            self._wait(again)
+            loads = [load for load in loads if load.expert not in forgotten] + again
+        for load in loads:
+            if load.error is not None:
+                raise load.error
 
-    def _read_all(self, layer: int, misses: list[_Miss]) -> None:
-        """Read every miss into its slot, together; each miss carries its first error and the bytes it took."""
-        done: SimpleQueue[tuple[_Miss, ColiError | None, int]] = SimpleQueue()
-        jobs = 0
-        for miss in misses:
-            for fills in _jobs(self._places[layer].fills(miss.expert)):
-                jobs += 1
-                self._pool.submit(self._read, layer, miss, fills, done)
-        for _ in range(jobs):
-            miss, error, nbytes = done.get()
-            miss.error = miss.error or error
-            miss.nbytes += nbytes
+    def _want(self, layer: int, experts: Sequence[int], keep: Collection[int]) -> list[Load]:
+        """Begin to read these absent experts, but those that are on their way."""
+        flying = [load for expert in experts if (load := self._flying.get(self._key(layer, expert))) is not None]
+        for load in flying:
+            self._loader.hasten(load)
+        under_way = {load.expert for load in flying}
+        missing = [expert for expert in experts if expert not in under_way]
+        slots = self._room(layer, len(missing), keep)
+        loads = [self._load(layer, expert, slot, self._now, Why.WANTED)
+                 for expert, slot in zip(missing, slots, strict=True)]  # fmt: skip
+        self._loader.start(loads)
+        self.misses += len(loads)
+        return flying + loads
 
-    def _read(self, layer: int, miss: _Miss, fills: list[Fill], done: SimpleQueue) -> None:
-        """Job: some parts of an expert from the file into its slot; what fails is tried twice."""
-        error: ColiError | None = None
-        nbytes = 0
-        path = fills[0].pieces[0].tensor.path
-        try:
-            nbytes = self._fill(layer, miss, fills)
-        except OSError as failed:
-            error = read_error(failed, self._name(layer, miss), path)
-        except ColiError as failed:
-            error = failed
-        except Exception as failed:
-            error = ColiError(f"reading {self._name(layer, miss)} failed: {failed!r}", path)
-        finally:
-            done.put((miss, error, nbytes))
+    def _load(self, layer: int, expert: int, slot: int, stamp: int, why: Why) -> Load:
+        load = Load(layer, expert, slot, self._pool(layer).bytes_of(slot), stamp, why)
+        self._flying[self._key(layer, expert)] = load
+        return load
 
-    def _fill(self, layer: int, miss: _Miss, fills: list[Fill]) -> int:
-        slot = self._memory(layer, miss.slot)
-        targets = [slot[fill.at : fill.at + fill.nbytes] for fill in fills]
-        raws = [[target] if fill.direct else [np.empty(piece.nbytes, np.uint8) for piece in fill.pieces]
-                for fill, target in zip(fills, targets, strict=True)]  # fmt: skip
-        reads = [(piece, buffer) for fill, raw in zip(fills, raws, strict=True)
-                 for piece, buffer in zip(fill.pieces, raw, strict=True)]  # fmt: skip
-        nbytes = sum(self._read_run(run) for run in _runs(reads))
-        for fill, raw, target in zip(fills, raws, targets, strict=True):
-            try:
-                if fill.make is not None:
-                    fill.make(raw, target)
-            except NotFinite as bad:
-                tensor = fill.pieces[bad.piece].tensor
-                raise ModelError(f"{self._name(layer, miss)} has NaN or infinity in {tensor.name}", tensor.path,
-                                 "the file is damaged: download it again") from None  # fmt: skip
-        return nbytes
+    def _room(self, layer: int, count: int, keep: Collection[int]) -> list[int]:
+        """`count` slots for a layer: free ones, those of warm reads that have not begun, those of experts but `keep`,
+        and at last those that reads under way will give up."""
+        pool, crowds = self._pool(layer), self._crowds(layer, count)
+        while (short := count - pool.free) > 0:
+            if self._cancel_warm(self._pool_of[layer], short, keep):
+                continue
+            if crowds and pool.evict_fairly(short, keep, layer, self.cap):
+                continue
+            if pool.evict_oldest(short, layer, keep):
+                continue
+            self._land_next()
+        return [pool.take() for _ in range(count)]
 
-    def _read_run(self, run: list[tuple[Piece, np.ndarray]]) -> int:
-        tensor, offset = run[0][0].tensor, run[0][0].tensor.offset + run[0][0].start
-        buffers = [buffer.data for _, buffer in run]
-        try:
-            return self._checkpoint.preadv(tensor.path, buffers, offset)
-        except OSError:
-            return self._checkpoint.preadv(tensor.path, buffers, offset)
+    def _crowds(self, layer: int, count: int) -> bool:
+        """Whether a layer misses more experts in this step than decoding does."""
+        step, missed = self._missed[layer]
+        missed = count + (missed if step == self._now else 0)
+        self._missed[layer] = self._now, missed
+        return missed > min(self.cap, self._experts // 4, _MANY)
 
-    def _name(self, layer: int, miss: _Miss) -> str:
-        return f"expert {miss.expert} of {_layer_name(self.layers[layer])}"
+    def _cancel_warm(self, pool: int, count: int, keep: Collection[int]) -> int:
+        """Free up to `count` slots of a pool by cancelling warm reads, the least wanted first; returns how many."""
+        waiting, done = self._warm[pool], 0
+        while waiting and done < count:
+            load = waiting.pop()
+            key = self._key(load.layer, load.expert)
+            if key not in keep and self._loader.cancel(load):
+                del self._flying[key]
+                self._pools[pool].give(load.slot, written=False)
+                done += 1
+        return done
+
+    # ---- what lands --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take in what background reads brought. No kernel may run."""
+        while self._flying and (load := self._loader.next(wait=False)) is not None:
+            self._land(load)
+
+    def _wait(self, loads: Sequence[Load]) -> None:
+        while any(load.left for load in loads):
+            self._land_next()
+
+    def _land_next(self) -> None:
+        load = self._loader.next(wait=True) if self._flying else None
+        if load is None:
+            raise RuntimeError("waiting for a read that is not under way")
+        self._land(load)
+
+    def _wait_for_one(self, loads: Sequence[Load], row: np.ndarray, wanted: Sequence[int]) -> bool:
+        """Whether one of `wanted` is resident and none of the loads has failed so far; waits until that is known."""
+        while not row[wanted].any() and any(load.left for load in loads):
+            load = self._loader.next(wait=True)
+            assert load is not None
+            self._land(load)
+        return bool(row[wanted].any()) and all(load.error is None for load in loads)
+
+    def _land(self, load: Load) -> None:
+        """A read is over: its expert is resident, or its slot free again."""
+        key = self._key(load.layer, load.expert)
+        del self._flying[key]
+        self.bytes_read += load.nbytes
+        if load.error is not None:
+            self._pool(load.layer).give(load.slot, written=True)
+            return
+        self.stamp[load.layer, load.expert] = load.stamp
+        self._pool(load.layer).put(key, load.slot)
+        self._guessed[load.layer, load.expert] = load.why is Why.GUESSED
+        self.prefetched += load.why is Why.GUESSED
+        self.warmed += load.why is Why.WARM
+
+    # ---- what may be wanted later ------------------------------------------------------------------------------------
+
+    def fill(self, pairs: Iterable[tuple[int, int]], pin: bool = False) -> int:
+        """Begin to read (layer, expert) pairs in the background, the most wanted first, as far as there is room. Until
+        they are used they go before all that was, the last of them first. `pin`: see there. Returns how many were
+        begun."""
+        pairs = list(pairs)
+        if pin:
+            self.pin(pairs)
+        full: set[int] = set()
+        begun = 0
+        for layer, expert in pairs:
+            index = self._pool_of[layer]
+            if index in full or not self._absent(layer, expert):
+                continue
+            slot = self._spare(layer)
+            if slot is None:
+                full.add(index)
+                continue
+            begun += 1
+            load = self._load(layer, expert, slot, -begun, Why.WARM)
+            self._loader.start_later(load)
+            self._warm[index].append(load)
+        return begun
+
+    def prefetch(self, layer: int, ids: Sequence[int]) -> int:
+        """Begin to read in the background what is missing of `ids`, which a layer will probably want in this step, the
+        surest first, but evict none of them and nothing that this step used. Returns how many were begun."""
+        begun, keep = 0, {self._key(layer, expert) for expert in ids}
+        for expert in ids:
+            if not self._absent(layer, expert):
+                continue
+            slot = self._spare(layer, keep)
+            if slot is None:
+                break
+            begun += 1
+            self._loader.start_later(self._load(layer, int(expert), slot, self._now - 1, Why.GUESSED))
+        return begun
+
+    def _absent(self, layer: int, expert: int) -> bool:
+        """Whether an expert is neither resident nor on its way."""
+        return not self.table[layer, expert] and self._key(layer, expert) not in self._flying
+
+    def _spare(self, layer: int, keep: Collection[int] = ()) -> int | None:
+        """A slot for what nobody waits for."""
+        pool = self._pool(layer)
+        if not pool.free and not pool.evict_oldest(1, layer, keep, before=self._now):
+            return None
+        return pool.take()
+
+    def pin(self, pairs: Iterable[tuple[int, int]]) -> int:
+        """Never evict these (layer, expert) pairs, the most wanted first, once they are resident. At most half of the
+        slots of a size are pinned, and a whole call fits besides. Returns how many were."""
+        done = 0
+        room = [self._pins(index) - self._count_pins(index) for index in range(len(self._pools))]
+        for layer, expert in pairs:
+            index = self._pool_of[layer]
+            if room[index] > 0 and not self._pinned[layer, expert]:
+                self._pinned[layer, expert] = True
+                room[index] -= 1
+                done += 1
+        return done
+
+    def _pins(self, index: int) -> int:
+        """How many experts of a pool may be pinned."""
+        capacity = self._pools[index].capacity
+        return max(0, min(capacity // 2, capacity - self.cap))
+
+    def _count_pins(self, index: int) -> int:
+        return int(np.count_nonzero(self._pinned[np.array(self._pool_of) == index]))
+
+    # ---- giving memory back ------------------------------------------------------------------------------------------
+
+    def shrink(self, nbytes: int) -> int:
+        """Give up slots of at least this many bytes for good, down to one slot a layer: slots never filled first, then
+        the experts used longest ago, pinned ones last. Returns their bytes; `filled_bytes` says how many of them were
+        memory of the process, which the system has back now. `cap` falls with them. No kernel may run."""
+        self._calm()
+        capacity, given = [pool.capacity for pool in self._pools], 0
+        while given < nbytes:
+            index = max((i for i, pool in enumerate(self._pools) if capacity[i] > pool.layers), default=None,
+                        key=lambda i: capacity[i] / self._pools[i].layers)  # fmt: skip
+            if index is None:
+                break
+            capacity[index] -= 1
+            given += self._pools[index].nbytes
+        if given:
+            self.cap = min(self.cap, *(slots // p.layers for slots, p in zip(capacity, self._pools, strict=True)))
+            for index, pool in enumerate(self._pools):
+                if capacity[index] < pool.capacity:
+                    pool.shrink(capacity[index])
+                self._unpin(index)
+        return given
+
+    def _unpin(self, index: int) -> None:
+        """Let go of the pins that are too many, those used longest ago first."""
+        layers = np.flatnonzero(np.array(self._pool_of) == index)
+        rows, experts = np.nonzero(self._pinned[layers])
+        rows = layers[rows]
+        surplus = max(0, len(rows) - self._pins(index))
+        first = np.lexsort((self.stamp[rows, experts], self.table[rows, experts] != 0))[:surplus]
+        self._pinned[rows[first], experts[first]] = False
+
+    def _calm(self) -> None:
+        """Nothing is on its way any more: reads that have not begun are cancelled, others waited for."""
+        for key, load in reversed(list(self._flying.items())):
+            if self._loader.cancel(load):
+                del self._flying[key]
+                self._pool(load.layer).give(load.slot, written=False)
+        self._wait(list(self._flying.values()))
+        self._warm = [[] for _ in self._pools]
 
     def close(self) -> None:
-        """End the reading threads and empty the cache; the arenas go once no view of them is left."""
-        self._pool.close()
+        """End the reading threads and empty the cache; its memory goes once no view of it is left."""
+        self._calm()
+        self._loader.close()
+        if self._own_reader is not None:
+            self._own_reader.close()
         self.table[:] = 0
-        self._slots = [{} for _ in self._slots]
-        self._arenas = []
+        self._pools = []
 
 
 class NoExperts(ExpertStore):
     """The store of a model without experts: nothing in it, nothing to read."""
 
     def __init__(self) -> None:
-        self.cap = self.hits = self.misses = self.bytes_read = 0
-        self.layers, self.records, self.format, self.notes = (), [], "none", []
-        self.table = self.stamp = np.zeros((0, 0), np.int64)
-        self._slots, self._arenas = [], []
+        self._begin((), "none", [], 0, 0)
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _layer_name(prefix: str) -> str:
-    return "the draft head" if prefix.startswith("mtp.") else prefix.rstrip(".").replace("layers.", "layer ")
-
-
-def _arena(nbytes: int) -> np.ndarray:
-    """uint8 [nbytes] of page-aligned, private, zero memory that costs nothing until it is written."""
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError, OverflowError) as error:
-        raise DoesNotFit(f"no address space for {nbytes} bytes of expert slots: {error}", "--cap",
-                         "give fewer slots") from None  # fmt: skip
-    if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages: only speed differs
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
-
-
-def _jobs(fills: list[Fill]) -> list[list[Fill]]:
-    """Fills by job: what lies side by side is read at once. Where a fill needs pieces from several places, an expert is
-    one job."""
-    if any(len(fill.pieces) > 1 for fill in fills):
-        return [fills]
-    return [[fill for _, fill in run] for run in _runs([(fill.pieces[0], fill) for fill in fills])]
-
-
-def _runs(items: list[tuple[Piece, _T]]) -> list[list[tuple[Piece, _T]]]:
-    """Pieces grouped into contiguous ranges of one file, in file order."""
-    runs: list[list[tuple[Piece, _T]]] = []
-    end: tuple[str, int] | None = None
-    for item in sorted(items, key=lambda item: item[0].place):
-        piece, (path, offset) = item[0], item[0].place
-        if (path, offset) == end:
-            runs[-1].append(item)
-        else:
-            runs.append([item])
-        end = path, offset + piece.nbytes
-    return runs

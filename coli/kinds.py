@@ -120,7 +120,7 @@ class Share:
 class Gigabytes:
     """A positive number of GB (10^9 bytes) that becomes whole bytes."""
 
-    range: str = "above 0, in GB (10^9 bytes)"
+    range: str = "above 0 and below 10^9, in GB (10^9 bytes)"
 
     def parse(self, text: str) -> int:
         return self.check(float(text))

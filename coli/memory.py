@@ -1,83 +1,99 @@
-"""Where the memory goes: one table of terms that sizes the expert cache and that the report is compared with.
+"""Where the memory goes: the table of terms, and how much there is.
 
-Every buffer's bytes follow from geometry and settings. `terms` lists them, `choose_cap` spends what is left of the
-budget on expert slots. Nothing here allocates. The default budget is 0.88 of the memory that is free for this
-process, control-group limits included (design.md section 8).
+Every buffer's bytes follow from geometry and settings; coli/plan.py fills `Terms` and spends what is left of the budget
+on expert slots. Nothing here allocates. The default budget is 0.88 of the memory that is free for this process,
+control-group limits included (design.md section 8).
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import psutil
 
-from coli.errors import DoesNotFit
-from coli.state import StateSpec
+from coli import cgroup
 
-PROCESS = 130_000_000  # interpreter, NumPy, LLVM's loader, tokenizer: measured (tests/models/test_memory.py)
+# Measured (tests/models/test_plan_reality.py): interpreter, NumPy, LLVM's loader, compiled kernels; what the tokenizers
+# package keeps of a byte-level BPE of 64,000 to 248,000 tokens, for each.
+PROCESS, TOKEN_BYTES = 120_000_000, 800
 _SHARE = 0.88
+
+NAMES = {
+    "process": "interpreter and libraries", "tokenizer": "tokenizer", "dense": "dense weights",
+    "experts": "expert cache", "kv": "K/V of the context", "recurrent": "recurrent state", "workspace": "workspace",
+    "undo": "undo of a verify", "snapshots": "prefix snapshots and pins", "reading": "reading past the page cache",
+    "lookup": "index of prompt lookup",
+    "head": "draft head's weights", "head_experts": "draft head's experts", "head_kv": "draft head's K/V",
+    "head_workspace": "draft head's workspace", "vocabulary": "draft vocabulary",
+}  # fmt: skip
+"""Every term in words: those of `Terms`, and the two expert caches that a plan sizes (coli/plan.py)."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Bytes of every kind of resident memory but the expert cache."""
+    """Bytes of every kind of resident memory but the expert caches."""
 
     process: int
+    tokenizer: int
     dense: int  # dense weights: mapped from the files, or repacked
     kv: int  # K, V, index keys of the whole context
     recurrent: int  # DeltaNet states and conv rings
     workspace: int  # activations of a prefill chunk
     undo: int  # what the deepest verify needs to be undone
-    head: int  # the draft head: weights, context, workspace, and experts where their number is fixed
+    snapshots: int  # states of prefixes and pins
+    reading: int  # what experts are read through past the page cache, a piece a thread
     lookup: int  # the index of prompt lookup, of a whole context
+    head: int = 0  # the draft head's dense weights
+    head_kv: int = 0
+    head_workspace: int = 0
+    vocabulary: int = 0  # the list of tokens the head scores, and its counts
 
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
+    @property
+    def of_head(self) -> int:
+        """All that the draft head needs besides its experts."""
+        return self.head + self.head_kv + self.head_workspace + self.vocabulary
 
-def terms(
-    spec: StateSpec, *, dense: int, ctx: int, workspace: int, undo: int = 0, head: int = 0, lookup: int = 0
-) -> Terms:
-    return Terms(
-        process=PROCESS, dense=dense, kv=ctx * spec.kv_bytes_per_token(),
-        recurrent=spec.recurrent_bytes() + spec.ring_bytes(), workspace=workspace, undo=undo, head=head, lookup=lookup,
-    )
+    def without_head(self) -> Terms:
+        return replace(self, head=0, head_kv=0, head_workspace=0, vocabulary=0)
 
 
-def available() -> int:
-    """Bytes this process may still take: free memory of the machine or of its control group, whichever is less."""
-    free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):
-        own = Path("/proc/self/cgroup").read_text().splitlines()[-1].split("::")[-1]
-        group = Path("/sys/fs/cgroup") / own.lstrip("/")
-        for folder in (group, *group.parents):
-            limit = folder / "memory.max"
-            if limit.exists() and limit.read_text().strip() != "max":
-                free = min(free, int(limit.read_text()) - int((folder / "memory.current").read_text()))
-    return max(0, free)
+def available(root: Path = Path("/")) -> int:
+    """Bytes this process may still take: what the machine has free, or what the control groups it is in leave it,
+    whichever is less. Page cache that the kernel can take back is free; `root`: where the groups are looked for."""
+    left = [left for group in cgroup.groups(root) if (left := group.left) is not None]
+    return max(0, min([psutil.virtual_memory().available, *left]))
+
+
+def reserve(limit: int) -> int:
+    """What is never counted on of a machine or a group that holds `limit` bytes: the kernel kills before its last page
+    is gone, and others want some."""
+    return min(max(limit // 32, 16 << 20), 1 << 30)
 
 
 def default_budget() -> int:
     return int(_SHARE * available())
 
 
-def choose_cap(budget: int, needs: Terms, *, experts: int, each: int) -> int:
-    """Expert slots a layer that the budget holds, at most all; `each`: bytes of one slot in every layer. Raises
-    DoesNotFit below one, and where a model without experts does not fit."""
-    cap = (budget - needs.total) // each if each else int(budget >= needs.total)
-    if cap < 1:
-        floor = needs.total + each
-        rest = needs.process + needs.recurrent + needs.workspace + needs.undo + needs.lookup
-        raise DoesNotFit(
-            f"the budget is {budget / 1e9:.2f} GB, this model needs at least {floor / 1e9:.2f} GB "
-            f"({needs.dense / 1e9:.2f} weights, {needs.kv / 1e9:.2f} context, {each / 1e9:.2f} for one expert a layer, "
-            f"{needs.head / 1e9:.2f} draft head, {rest / 1e9:.2f} the rest)",
-            "--ram", f"give --ram {floor / 1e9 + 0.005:.2f} or a smaller --ctx",
-        )  # fmt: skip
-    return min(experts, cap)
+def granted(asked: int) -> tuple[int, list[str]]:
+    """(the budget for a wish of `asked` bytes, notes): no more than what is there. What this process already holds of
+    its own term is not missing."""
+    mine = min(PROCESS, resident())
+    there = available() + mine
+    most = there - reserve(there)  # whatever is asked: who asks for more never gets less
+    if asked <= most:
+        return asked, []
+    return max(0, most), [f"--ram {asked / 1e9:.4g} lowered to {max(0, most) / 1e9:.4g}: no more memory is available"]
+
+
+def resident() -> int:
+    """Bytes of memory this process holds now."""
+    return psutil.Process().memory_info().rss
 
 
 def peak_rss() -> int:

@@ -41,11 +41,16 @@ class Timings:
 
 @dataclass(frozen=True)
 class Experts:
-    """Expert look-ups that found the weights in memory, those that did not, and the bytes read for them."""
+    """Expert look-ups that found the weights in memory or on their way, those that did not, and the bytes of all
+    reads. `prefetched`: experts read ahead on a guess, `prefetch_used`: those that were then chosen; `warmed`: experts
+    read in the background because earlier runs used them."""
 
     hits: int = 0
     misses: int = 0
     bytes_read: int = 0
+    prefetched: int = 0
+    prefetch_used: int = 0
+    warmed: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,14 @@ class RunReport:
         """The summary for stderr."""
         t, e = self.timings, self.experts
         drafting = [] if self.speculation is None else self.speculation.lines()
+        ahead = f"{e.prefetched:,} read ahead and {e.prefetch_used:,} of them used, " if e.prefetched else ""
+        ahead += f"{e.warmed:,} read at the start, " if e.warmed else ""
         return [
             f"first token {t.ttft_s:.2f} s after {t.load_s:.2f} s of loading · "
             f"prefill {count(self.prompt_tokens, 'token')}, {t.prefill_tok_s:.1f} tok/s · "
             f"decode {count(self.completion_tokens, 'token')}, {t.decode_tok_s:.1f} tok/s · "
             f"{_ENDINGS.get(self.finish_reason, self.finish_reason)}",
-            f"experts {count(e.hits, 'hit')}, {count(e.misses, 'miss', 'misses')}, {size(e.bytes_read)} read · "
+            f"experts {count(e.hits, 'hit')}, {count(e.misses, 'miss', 'misses')}, {ahead}{size(e.bytes_read)} read · "
             f"peak memory {size(self.peak_rss_bytes)}",
             *drafting,
         ]

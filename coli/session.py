@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -112,6 +112,7 @@ class Session:
                 if turn.reason or self._cancelled:
                     break
                 fed += 1
+                self.engine.guard.tick()
                 logits = self.decoder.feed(turn.ids[-1])
             yield from filter(None, [turn.stream.flush()])
         except Exception:
@@ -142,15 +143,16 @@ class Session:
         for at in range(0, len(ids), size):
             if self._cancelled:
                 return None
+            self.engine.guard.tick()
             logits = self.decoder.prefill(ids[at : at + size])
             turn.prompt_read = self.state.length
         return logits
 
-    def _expert_counts(self) -> tuple[int, int, int]:
-        stores = self.engine.stores
-        return sum(s.hits for s in stores), sum(s.misses for s in stores), sum(s.bytes_read for s in stores)
+    def _expert_counts(self) -> list[int]:
+        """Those of the report's `Experts`, since the engine was opened."""
+        return [sum(getattr(store, field.name) for store in self.engine.stores) for field in fields(Experts)]
 
-    def _report(self, turn: _Turn, before: tuple[int, int, int]) -> RunReport:
+    def _report(self, turn: _Turn, before: list[int]) -> RunReport:
         engine, prompt, answer = self.engine, len(turn.request.prompt_ids), len(turn.ids)
         prefill = (turn.prefilled or time.perf_counter()) - turn.start
         decode = turn.end - turn.first

@@ -103,8 +103,8 @@ class Settings:
     threads: int | None = variable("COLI_THREADS", Whole(1, 256), None, "compute threads", flag="--threads",
                                    unset="physical cores")  # fmt: skip
     simd: bool = variable("COLI_SIMD", Bit(), True, "0 forces the plain kernels where AVX-512 ones exist")
-    cache_dir: Path | None = variable("COLI_CACHE", Folder(), None, "where compiled kernels are kept",
-                                      unset="the user's cache folder")  # fmt: skip
+    cache_dir: Path | None = variable("COLI_CACHE", Folder(), None, "where compiled kernels, what headers say and "
+                                      "measured speeds are kept", unset="the user's cache folder")  # fmt: skip
     act: str = variable("COLI_ACT", Choice(("int8", "f32")), "int8",
                         "activations beside integer weights: int8 is fast, f32 exact")  # fmt: skip
     trunk: str = variable("COLI_TRUNK", Choice(("stored", "int8")), "stored", "dense float weights: as stored, or as "
@@ -155,8 +155,22 @@ class Settings:
     vocab_usage: Path | None = variable("COLI_VOCAB_USAGE", File(), None, "token counts that choose the head's "
                                         "vocabulary", flag="--vocab-usage",
                                         unset="`.coli_vocab` beside the model")  # fmt: skip
-    usage: Path | None = variable("COLI_USAGE", File(), None, "expert history; must not be COLI_VOCAB_USAGE's file",
-                                  unset="none is kept")  # fmt: skip
+    usage: Path | None = variable("COLI_USAGE", File(), None, "expert history, which says what to read ahead and "
+                                  "what to keep; must not be COLI_VOCAB_USAGE's file", flag="--usage",
+                                  unset="`.coli_usage` beside the model")  # fmt: skip
+    warm_start: bool = variable("COLI_WARM_START", Bit(), True, "the most used experts are read in the background from "
+                                "the start on", flag="--warm-start")  # fmt: skip
+    prefetch: str = variable("COLI_PREFETCH", Choice(("auto", "on", "off")), "auto", "experts that the next layer "
+                             "will probably choose are read ahead; auto: while enough of them are used",
+                             flag="--prefetch")  # fmt: skip
+    direct: bool = variable("COLI_DIRECT", Bit(), False, "1 reads experts past the page cache (O_DIRECT)",
+                            flag="--direct")  # fmt: skip
+    mirror: Path | None = variable("COLI_MODEL_MIRROR", Folder(), None, "a copy of the model on another disk: experts "
+                                   "are read from both", flag="--mirror", unset="no copy")  # fmt: skip
+    page_cache: str = variable("COLI_PAGE_CACHE", Choice(("auto", "keep", "drop")), "auto", "the system's copy of "
+                               "experts that were read; auto: dropped where memory cannot hold every expert",
+                               flag="--page-cache")  # fmt: skip
+    guard: bool = variable("COLI_GUARD", Bit(), True, "0 never gives expert memory back, however scarce it becomes")
     undo: str = variable("COLI_UNDO", Choice(("slots", "log")), "log", "how drafts that did not stand are undone: "
                          "by copies of the recurrent state, or by a log of what they add")  # fmt: skip
     usage_save: bool = variable("USAGE_SAVE", Bit(), True, "0 leaves the history files as they are",
@@ -183,6 +197,11 @@ class Settings:
             return "flag"
         mine = (row.name for row in TABLE[name] if row.serves(self.engine))
         return "variable" if any(name in self.given for name in mine) else "default"
+
+    def named(self, name: str) -> str:
+        """The flag or the variable that gave field `name` its value; the variable that would where neither did."""
+        row = self.row(name)
+        return row.flag if self.origin(name) == "flag" and row.flag else row.name
 
     def read(self, name: str, engine: str) -> Any:
         """What field `name` is to `engine`. Raises UsageError for a flag that is out of its range there."""
@@ -231,6 +250,20 @@ def load(
     values = {name: settings.read(name, ENGINES[0]) for name in TABLE}
     values |= {name: _widest(TABLE[name], value) for name, value in flags.items()}
     return replace(settings, flags=flags, **values), _unknown(environ, values["env_strict"])
+
+
+def load_sound(
+    flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Settings, list[str], list[UsageError]]:
+    """`load` without the variables it refuses: (settings, warnings, refusals). Raises UsageError for a flag."""
+    kept, refused = dict(os.environ if environ is None else environ), list[UsageError]()
+    while True:
+        try:
+            return *load(flags, kept), refused
+        except UsageError as error:
+            if kept.pop(error.where.partition("=")[0], None) is None:
+                raise
+            refused.append(error)
 
 
 def no_effect(settings: Settings, engine: str) -> list[str]:

@@ -65,6 +65,10 @@ class StateSpec:
             return rows * self.recurrent_bytes()
         return 2 * self.recurrent_layers * self.log_layer_bytes() if rows else 0
 
+    def snapshot_bytes(self, ctx: int) -> int:
+        """A `Snapshot` of a whole context: S, the kept rows of every ring, the tokens."""
+        return self.recurrent_bytes() + sum(4 * kept * width for kept, width in self.rings) + 8 * ctx
+
     def ring_bytes(self) -> int:
         return sum(4 * self.ring_rows(kept) * width for kept, width in self.rings)
 

@@ -6,17 +6,18 @@ and says the warnings of the table on stderr.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", metavar="MODEL", help="A checkpoint folder or a Hugging Face id in the local cache."),
+    typer.Option("--model", metavar="MODEL", help="A checkpoint folder, a .gguf file or a Hugging Face id [nano]."),
 ]
 Ctx = Annotated[int | None, typer.Option("--ctx", metavar="N", help="Positions kept, prompt and answer together.")]
 Cap = Annotated[int | None, typer.Option("--cap", metavar="N", help="Experts kept in memory per layer.")]
-Ram = Annotated[float | None, typer.Option("--ram", metavar="GB", help="Memory budget, in GB.")]
+Ram = Annotated[float | None, typer.Option("--ram", metavar="GB", help="Memory budget [0.88 of what is free].")]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="Compute threads [physical cores].")]
 Trunk = Annotated[
     str | None,
@@ -25,6 +26,22 @@ Trunk = Annotated[
 Experts = Annotated[
     str | None,
     typer.Option("--experts", metavar="stored|int4|int8", help="Routed experts as stored, or quantised [stored]."),
+]
+Usage = Annotated[
+    Path | None, typer.Option("--usage", metavar="FILE", help="Expert history [`.coli_usage` beside the model].")
+]
+WarmStart = Annotated[
+    bool | None, typer.Option("--warm-start/--no-warm-start", help="Read the most used experts ahead, at the start.")
+]
+Prefetch = Annotated[
+    str | None, typer.Option("--prefetch", metavar="auto|on|off", help="Read the next layer's likely experts ahead.")
+]
+Direct = Annotated[bool | None, typer.Option("--direct/--no-direct", help="Read experts past the page cache.")]
+Mirror = Annotated[
+    Path | None, typer.Option("--mirror", metavar="FOLDER", help="A copy of the model on another disk, read as well.")
+]
+PageCache = Annotated[
+    str | None, typer.Option("--page-cache", metavar="auto|keep|drop", help="The system's copy of experts read [auto].")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")]

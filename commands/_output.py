@@ -71,9 +71,11 @@ class Output:
     # ---- stderr --------------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """A line about the work."""
+        """A line about the work; on a terminal it does not go into the middle of an answer's line."""
         if not self.quiet:
             self._wipe()
+            if self._open and sys.stdout.isatty() and sys.stderr.isatty():
+                _say("\n")
             _say(f"{_DIM}{text}{_PLAIN}\n" if self._dim else f"{text}\n")
 
     def lines(self, texts: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from coli.commands import bench, convert, env, info, run, warmup
+from coli.commands import bench, convert, doctor, env, info, plan, run, warmup
 from coli.commands._errors import guarded
 
 app = typer.Typer(
@@ -28,7 +28,9 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command()(info.info)
+app.command()(plan.plan)
 app.command()(convert.convert)
+app.command()(doctor.doctor)
 app.command()(env.env)
 app.command()(warmup.warmup)
 app.command()(bench.bench)

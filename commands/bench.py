@@ -197,6 +197,7 @@ def _measure(plan: Plan, settings: Settings, out: Output) -> int:
         if settings.model is None:
             out.note(_options.NO_MODEL)
         out.lines(engine.notes)
+        engine.say = out.note
         out.note(engine.banner())
         settings = settings.resolve(engine.name)  # the user's: those of the engine hold what the arms need
         arms, notes = runnable(

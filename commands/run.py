@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from coli.check import Difference, Floats
     from coli.commands._output import Output
     from coli.engine import Engine
+    from coli.measured import MemoryReport
     from coli.reference import Comparison, Reference
     from coli.report import RunReport
     from coli.sampling import Sampling
@@ -47,11 +48,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class Form:
-    """What becomes of the answer: one document or text, a trace of its forwards, a second run without drafts."""
+    """What becomes of the answer: one document or text, a trace of its forwards, a second run without drafts; whether
+    its memory is told."""
 
     as_json: bool
     trace: Path | None
     check: bool
+    memory: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Answer:
     last_logits: Floats | None
     seed: int | None
     code: int
+    memory: MemoryReport | None
 
 
 def run(
@@ -101,6 +105,12 @@ def run(
     threads: _options.Threads = None,
     trunk: _options.Trunk = None,
     experts: _options.Experts = None,
+    usage: _options.Usage = None,
+    warm_start: _options.WarmStart = None,
+    prefetch: _options.Prefetch = None,
+    direct: _options.Direct = None,
+    mirror: _options.Mirror = None,
+    page_cache: _options.PageCache = None,
     mtp: _speculation.Mtp = None,
     drafts: _speculation.Drafts = None,
     pmin: _speculation.Pmin = None,
@@ -115,6 +125,9 @@ def run(
     lookup_drafts: _speculation.LookupDrafts = None,
     gate: _speculation.Gate = None,
     trace: _speculation.Trace = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Say what memory was planned for and what it came to.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Decode again without drafts and compare: exit 6.")] = False,
     reference: Annotated[
         Path | None,
@@ -130,10 +143,11 @@ def run(
     from coli.commands._output import Output, check_file
 
     settings, warnings = _options.settings(
-        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, trunk=trunk, experts=experts, mtp=mtp, drafts=drafts,
-        mtp_pmin=pmin, mtp_vocab=mtp_vocab, mtp_vocab_ids=mtp_vocab_ids, mtp_wiring=mtp_wiring, mtp_cap=mtp_cap,
-        vocab_usage=vocab_usage, usage_save=usage_save, mtp_pstep=pstep, lookup=lookup, lookup_drafts=lookup_drafts,
-        gate=gate,
+        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, trunk=trunk, experts=experts, usage=usage,
+        warm_start=warm_start, prefetch=prefetch, direct=direct, mirror=mirror, page_cache=page_cache, mtp=mtp,
+        drafts=drafts, mtp_pmin=pmin, mtp_vocab=mtp_vocab, mtp_vocab_ids=mtp_vocab_ids, mtp_wiring=mtp_wiring,
+        mtp_cap=mtp_cap, vocab_usage=vocab_usage, usage_save=usage_save, mtp_pstep=pstep, lookup=lookup,
+        lookup_drafts=lookup_drafts, gate=gate,
     )  # fmt: skip
     out = Output(quiet=quiet, color=not settings.no_color, file=output)
     out.lines(warnings)
@@ -149,7 +163,7 @@ def run(
     _speculation.check_force(settings, reference=reference is not None)
     asked: Ask | Reference
     asked = _reference(reference, words, file, ask) if reference else _question(ask, words or [], file, out)
-    code = _answer(asked, settings, out, Form(json, trace, check))
+    code = _answer(asked, settings, out, Form(json, trace, check, memory))
     if code:
         raise typer.Exit(code)
 
@@ -217,6 +231,7 @@ def _answer(asked: Ask | Reference, settings: Settings, out: Output, form: Form)
             out.note(_options.NO_MODEL)
         out.lines(engine.notes)
         out.note(engine.banner())
+        engine.say = out.note
         if trace is not None:
             trace.start(model=engine.model_path.name, engine=engine.name, threads=engine.threads,
                         speculation=Speculation.of(engine.settings))  # fmt: skip
@@ -233,12 +248,17 @@ def _one(
     engine: Engine, asked: Request, out: Output, form: Form, trace: Writer | None, reference: Reference | None = None
 ) -> int:
     """One answer with its proofs. Raises CheckFailed when one of them fails."""
-    answer = _generate(engine, asked, out, trace, reference, stream=not form.as_json and reference is None)
+    from coli.commands._memory_view import lines as memory_lines
+
+    answer = _generate(engine, asked, out, form, trace, reference)
     report = answer.report
     if not form.as_json and reference is None:
         out.text(report.text, streamed=True)
     out.lines(report.lines())
     document, compared, difference = report.to_json(), None, None
+    if answer.memory is not None:
+        out.lines(memory_lines(answer.memory))
+        document["memory"] |= answer.memory.to_json()
     if reference is not None:
         compared = _compare(engine, asked, answer, reference)
         document["reference"] = compared.to_json()
@@ -257,17 +277,17 @@ def _one(
 
 
 def _generate(
-    engine: Engine, asked: Request, out: Output, trace: Writer | None, reference: Reference | None, *,
-    stream: bool,
-) -> Answer:  # fmt: skip
+    engine: Engine, asked: Request, out: Output, form: Form, trace: Writer | None, reference: Reference | None
+) -> Answer:
     from coli.commands._signals import cancelling
+    from coli.measured import measured
     from coli.session import Session
 
     session = Session(engine, trace=trace, reference=None if reference is None else reference.full_ids)
     try:
         with cancelling(session.cancel) as caught:
             for piece in session.generate(asked):
-                if stream:
+                if not form.as_json and reference is None:
                     out.piece(piece)
     except Exception:
         out.end_line()
@@ -277,7 +297,8 @@ def _generate(
     cut = bool(caught) and report.finish_reason == "cancelled"
     # a copy: the next session of the engine computes into the same buffers
     logits = None if session.last_logits is None else session.last_logits.copy()
-    return Answer(report, logits, session.seed, int(caught[0] if cut else Exit.OK))
+    return Answer(report, logits, session.seed, int(caught[0] if cut else Exit.OK),
+                  measured(engine, session) if form.memory else None)  # fmt: skip
 
 
 def _check(engine: Engine, asked: Request, answer: Answer, out: Output) -> Difference | None:

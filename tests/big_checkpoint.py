@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from coli.experts import trunk_layers
+from coli.expert_records import trunk_layers
 from coli.models.qwen38_layout import HEAD, expected, expected_head, geometry, hash_buffers
 from coli.ngrams import NgramHash
 from tests.tiny import ITEM, bf16, header_bytes, write_text_files
@@ -30,8 +30,8 @@ FP8_SCALE = 1e-4  # random codes have a standard deviation near 130, the real we
 Spec = tuple[str, tuple[int, ...]]
 
 
-def real_config(layers: int = 4, *, experts_fp8: bool = True) -> dict[str, Any]:
-    """The text config of Qwen3.8-Flash-Next with `layers` layers."""
+def real_config(layers: int = 4, *, experts_fp8: bool = True, **others: Any) -> dict[str, Any]:
+    """The text config of Qwen3.8-Flash-Next with `layers` layers; `others` replace what it says."""
     config: dict[str, Any] = dict(
         model_type="qwen4_exp_text", hidden_size=2560, vocab_size=248_320, num_hidden_layers=layers,
         layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
@@ -48,13 +48,16 @@ def real_config(layers: int = 4, *, experts_fp8: bool = True) -> dict[str, Any]:
     )  # fmt: skip
     if experts_fp8:
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    return config
+    return config | others
 
 
-def write_real_geometry(folder: Path, layers: int = 4, *, experts_fp8: bool = True, sparse: bool = True) -> Path:
-    """Write the checkpoint: FP8 experts one by one, or BF16 fused; `sparse` leaves the experts' weights as holes."""
+def write_real_geometry(
+    folder: Path, layers: int = 4, *, experts_fp8: bool = True, sparse: bool = True, **others: Any
+) -> Path:
+    """Write the checkpoint: FP8 experts one by one, or BF16 fused; `sparse` leaves the experts' weights as holes;
+    `others` replace what the config says."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = real_config(layers, experts_fp8=experts_fp8)
+    config = real_config(layers, experts_fp8=experts_fp8, **others)
     quantization = config.pop("quantization_config", None)
     raw = {"model_type": "qwen4_exp", "text_config": config} | (
         {"quantization_config": quantization} if quantization else {}

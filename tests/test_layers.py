@@ -12,7 +12,8 @@ FILES = {room: sorted((ROOT / room).rglob("*.py")) for room in ("coli", "command
 HOUSE = [path for files in FILES.values() for path in files]
 # the table; Hugging Face's own variables; the copy that compiling processes are given
 ENVIRONMENT = ("coli/settings.py", "coli/models/find.py", "coli/program/cache.py")
-PRINTS = ("coli/program/compile.py",)  # a process of its own: its stdout is the protocol with the cache
+# processes of their own, whose stdout is the protocol with whoever started them
+PRINTS = ("coli/program/compile.py", "coli/vulkan_devices.py")
 
 
 def _imports(path: Path) -> set[str]:

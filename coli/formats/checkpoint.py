@@ -13,10 +13,12 @@ Guarded by tests/formats/test_checkpoint.py.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ import numpy as np
 
 from coli.errors import ModelError, ReadError
 from coli.formats import container
-from coli.formats.safetensors import Tensor, header_of, open_file
+from coli.formats.safetensors import Tensor, header_of, open_file, read_ahead
 from coli.formats.strict import AGAIN, counted, listing, read_object, show
 
 INDEX = "model.safetensors.index.json"
@@ -92,8 +94,9 @@ class Checkpoint:
             return open_gguf(path)
         checkpoint = cls(path)
         try:
-            checkpoint._read_config()
-            checkpoint._read_headers()
+            checkpoint.read_config()
+            with _uncollected():
+                checkpoint._read_headers()
         except BaseException:
             checkpoint.close()
             raise
@@ -129,7 +132,8 @@ class Checkpoint:
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
-    def _read_config(self) -> None:
+    def read_config(self) -> None:
+        """Read a folder's config.json, and a container's meta beside it, alone. Raises ModelError."""
         if not self.folder.is_dir():
             what = "not a folder" if self.folder.exists() else "no such folder"
             raise ModelError(what, self.folder, "give the folder that holds config.json and the .safetensors files")
@@ -144,18 +148,22 @@ class Checkpoint:
 
     def _read_headers(self) -> None:
         index = self.folder / INDEX
-        placed = _weight_map(index) if index.exists() else None
-        files = sorted(set(placed.values())) if placed is not None else _safetensors_files(self.folder)
+        placed = weight_map(index) if index.exists() else None
+        files = _listed_files(self.folder, placed) if placed is not None else safetensors_files(self.folder)
         homes: dict[str, Tensor] = {}
+        located: dict[str, str] = {}
+        for file in files:
+            read_ahead(self.add_file(self.folder / file))
         for file in files:
             path = self.folder / file
-            for name, tensor in header_of(self.add_file(path), path).items():
-                if name in homes:
-                    raise ModelError(f"tensor {show(name)} is in two files, {homes[name].path.name} and {file}",
-                                     self.folder, "keep one model's files in a folder, no older copy")  # fmt: skip
-                homes[name] = tensor
+            found = header_of(self._fds[path], path)
+            if twice := found.keys() & homes.keys():
+                raise ModelError(f"tensor {show(min(twice))} is in two files, {located[min(twice)]} and {file}",
+                                 self.folder, "keep one model's files in a folder, no older copy")  # fmt: skip
+            homes |= found
+            located |= dict.fromkeys(found, file)
         if placed is not None:
-            _check_index(placed, homes, index)
+            _check_index(placed, located, index)
         self._name(homes)
 
     def _name(self, homes: dict[str, Tensor]) -> None:
@@ -216,19 +224,7 @@ class Checkpoint:
     def preadv(self, path: Path, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill all `buffers` from one contiguous range of `path`; returns its length. Raises OSError, also at an early
         end of the file (the file shrank since it was opened)."""
-        fd = self._descriptor(path)
-        total = 0
-        pending = [buffer for buffer in buffers if buffer.nbytes]
-        while pending:
-            got = os.preadv(fd, pending[:_BATCH], offset + total)
-            if got == 0:
-                raise OSError(0, "unexpected end of file")
-            total += got
-            while pending and got >= pending[0].nbytes:
-                got -= pending.pop(0).nbytes
-            if got:
-                pending[0] = pending[0][got:]
-        return total
+        return fill(self._descriptor(path), buffers, offset)
 
     def add_file(self, path: Path) -> int:
         """Open `path`, to be closed with the checkpoint; its descriptor. Raises ModelError."""
@@ -261,6 +257,19 @@ class Checkpoint:
             os.close(self._fds.popitem()[1])
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: half a million new objects would start dozens, a quarter of an open's time, and
+    none of those objects is garbage."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def _pieces(tensor: Tensor, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """(offset in the file, length) of a range of a tensor's bytes: one, or one for every row of columns."""
     if not tensor.pitch or not nbytes:
@@ -290,6 +299,23 @@ def _refuse_unfinished(folder: Path) -> None:
                          "give the same `coli convert` again: it goes on where it stopped")  # fmt: skip
 
 
+def fill(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill all `buffers` from one contiguous range of a file; returns its length. Raises OSError, also at an early end
+    of the file."""
+    total = 0
+    pending = [buffer for buffer in buffers if buffer.nbytes]
+    while pending:
+        got = os.preadv(fd, pending[:_BATCH], offset + total)
+        if got == 0:
+            raise OSError(0, "unexpected end of file")
+        total += got
+        while pending and got >= pending[0].nbytes:
+            got -= pending.pop(0).nbytes
+        if got:
+            pending[0] = pending[0][got:]
+    return total
+
+
 def read_error(error: OSError, what: str, path: object) -> ReadError:
     """The ReadError for a failed read of `what` in `path`."""
     return ReadError(f"cannot read {what}: {error.strerror} (errno {error.errno})", path, "check the disk and the file")
@@ -310,54 +336,69 @@ def flatten(raw: dict[str, Any], where: object) -> tuple[dict[str, Any], dict[st
     return flat, quantization
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
     """name -> file of an index, with files that are plain names in the same folder."""
     placed = read_object(index, "index", unique=True).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ModelError("weight_map is missing or empty", index, AGAIN)
+    known: set[str] = set()  # thousands of names share a file
     for file in placed.values():
+        if isinstance(file, str) and file in known:
+            continue
         plain = isinstance(file, str) and file.endswith(".safetensors") and "\0" not in file
-        if not plain or Path(file).name != file:
+        if plain and Path(file).name == file:
+            known.add(file)
+        else:
             raise ModelError(f"weight_map names {show(file)}, which is not a .safetensors file of this folder", index,
                              AGAIN)  # fmt: skip
-    missing = [file for file in set(placed.values()) if not (index.parent / file).is_file()]
-    if missing:
-        raise ModelError(f"of {counted(len(set(placed.values())), 'file')} {len(missing)} missing: {listing(missing)}",
-                         index.parent, "download the missing files")  # fmt: skip
     return placed
 
 
-def _check_index(placed: dict[str, str], homes: dict[str, Tensor], index: Path) -> None:
-    wrong = {name for name, file in placed.items() if name not in homes or homes[name].path.name != file}
+def _listed_files(folder: Path, placed: dict[str, str]) -> list[str]:
+    files = sorted(set(placed.values()))
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise ModelError(f"of {counted(len(files), 'file')} {len(missing)} missing: {listing(missing)}", folder,
+                         "download the missing files")  # fmt: skip
+    return files
+
+
+def _check_index(placed: dict[str, str], located: dict[str, str], index: Path) -> None:
+    """The files hold what the index says. Both map name -> file."""
+    if placed == located:
+        return
+    wrong = {name for name, file in placed.items() if located.get(name) != file}
     if wrong:
         raise ModelError(f"the index misplaces {counted(len(wrong), 'tensor')}: {listing(wrong)}", index, AGAIN)
-    extra = homes.keys() - placed.keys()
+    extra = located.keys() - placed.keys()
     if extra:
         raise ModelError(f"the index leaves out {counted(len(extra), 'tensor')}: {listing(extra)}", index, AGAIN)
 
 
-def _safetensors_files(folder: Path) -> list[str]:
-    """Every .safetensors file of a folder without an index; a gap in numbered names is an error."""
+def safetensors_files(folder: Path) -> list[str]:
+    """Every .safetensors file of a folder without an index. Raises ModelError for none, or a gap in numbered names."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
         _refuse_gguf(folder)
         others = [kind for kind in ("*.bin", "*.pt", "*.pth") if any(folder.glob(kind))]
         what = f"no .safetensors file, only {others[0]}" if others else "no .safetensors file"
         raise ModelError(what, folder, "download the checkpoint's .safetensors files into this folder")
+    for what in gaps(files):
+        raise ModelError(what, folder, "download all of them into this folder")
+    return files
+
+
+def gaps(files: Iterable[str]) -> Iterator[str]:
+    """What is missing among numbered names, such as model-00001-of-00003.safetensors, in words for every series."""
     groups: dict[tuple[str, str], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, files)):
         groups.setdefault((match[1], match[3]), set()).add(int(match[2]))
     for (stem, total), numbers in groups.items():
-        _check_numbers(folder, stem, total, numbers)
-    return files
-
-
-def _check_numbers(folder: Path, stem: str, total: str, numbers: set[int]) -> None:
-    count, first = int(total), 0 if 0 in numbers else 1
-    absent = count - sum(first <= number < first + count for number in numbers)
-    if absent > 0:
-        wanted = (n for n in range(first, first + len(numbers) + 3) if n not in numbers and n < first + count)
-        names = [f"{stem}-{n:0{len(total)}d}-of-{total}.safetensors" for n, _ in zip(wanted, range(3), strict=False)]
-        more = f" and {absent - len(names)} more" if absent > len(names) else ""
-        raise ModelError(f"of {count} split files {absent} missing: {', '.join(map(show, names))}{more}", folder,
-                         "download all of them into this folder")  # fmt: skip
+        count, first = int(total), 0 if 0 in numbers else 1
+        absent = count - sum(first <= number < first + count for number in numbers)
+        if absent > 0:
+            wanted = (n for n in range(first, first + len(numbers) + 3) if n not in numbers and n < first + count)
+            names = [f"{stem}-{n:0{len(total)}d}-of-{total}.safetensors"
+                     for n, _ in zip(wanted, range(3), strict=False)]  # fmt: skip
+            more = f" and {absent - len(names)} more" if absent > len(names) else ""
+            yield f"of {count} split files {absent} missing: {', '.join(map(show, names))}{more}"

@@ -127,6 +127,12 @@ def _header(checkpoint: Checkpoint, path: Path) -> Header:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
+def is_part(name: str, whole: str) -> bool:
+    """Whether a file of this name may be a part of the model that file `whole` begins."""
+    mine, first = _PART.fullmatch(name), _PART.fullmatch(whole)
+    return mine is not None and first is not None and mine.group(1, 3) == first.group(1, 3)
+
+
 def _all_parts(checkpoint: Checkpoint, first: Header) -> list[Header]:
     """The headers of all parts of the model that `first` begins, itself in front."""
     number, count, total = _split(first)

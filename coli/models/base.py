@@ -61,6 +61,8 @@ class Weights:
         self.nbytes = 0
         self.decoded: dict[str, int] = {}  # dtype without a kernel -> bytes its matrices take as float32
         self.kinds: dict[str, int] = {}  # GEMV kind -> bytes of the matrices loaded
+        self._matrices: dict[str, Weight] = {}
+        self._norms: dict[str, np.ndarray] = {}
 
     def vector(self, name: str) -> np.ndarray:
         """float32, flattened."""
@@ -75,8 +77,11 @@ class Weights:
         return values
 
     def norm(self, name: str) -> np.ndarray:
-        """The scale of an RMS norm: 1 + w where norms are zero-centred (model_spec 1.1, `rms1`), else w."""
-        return self.vector(name) + self._norm_base
+        """The scale of an RMS norm: 1 + w where norms are zero-centred (model_spec 1.1, `rms1`), else w. Asked again,
+        the same array."""
+        if name not in self._norms:
+            self._norms[name] = self.vector(name) + self._norm_base
+        return self._norms[name]
 
     def decay(self, name: str) -> np.ndarray:
         """-exp(A_log) (model_spec 1.5)."""
@@ -91,7 +96,12 @@ class Weights:
         return out
 
     def matrix(self, name: str) -> Weight:
-        """[n, k] as a GEMV weight."""
+        """[n, k] as a GEMV weight; asked again, the same one."""
+        if name not in self._matrices:
+            self._matrices[name] = self._load(name)
+        return self._matrices[name]
+
+    def _load(self, name: str) -> Weight:
         tensor = self.checkpoint[name]
         n, k = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
         if n * k <= _SMALL and tensor.dtype != "F8_E4M3":

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from coli.experts import ExpertRecord, ExpertStore
+from coli.expert_records import ExpertRecord
+from coli.experts import ExpertStore
 from coli.kernels.packing import GRAIN, prepared_row_bytes
 from coli.models.base import Weights
 from coli.program.builder import Program, Rows, StateCell
@@ -72,6 +73,11 @@ class Blocks:
         angle = np.arange(pos - self.behind, pos + rows, dtype=np.float32)[:, None] * self._freqs
         np.cos(angle, out=self.angles[: rows + self.behind, 0])
         np.sin(angle, out=self.angles[: rows + self.behind, 1])
+
+    def look(self, layer: str, x: Rows) -> None:
+        """What the experts of the layer with this name prefix would take, were the streams to stay as they are: an
+        engine's own way from `s` to the input of an MLP, over scratch that is free while a layer waits for experts."""
+        raise NotImplementedError
 
     # ---- attention over cached rows (1.6)
     @property

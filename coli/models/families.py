@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from coli.errors import ModelError
-from coli.experts import plan_experts, trunk_layers
+from coli.expert_records import trunk_layers
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.strict import show
 from coli.models import (
@@ -23,9 +25,7 @@ from coli.models import (
     qwen38_mtp,
     qwen38_program,
 )
-from coli.models.base import never
-from coli.models.head import HeadPlan
-from coli.models.layout import HEAD, head_bytes
+from coli.models.layout import Shape
 from coli.models.qwen38 import Qwen38
 from coli.models.trunk import Trunk
 from coli.state import StateSpec
@@ -33,11 +33,16 @@ from coli.state import StateSpec
 
 @dataclass(frozen=True)
 class Family:
-    """`expert_layers`: name prefixes of the layers with experts; `trunk`, `head_writer`: what writes the programs."""
+    """`expert_layers`: name prefixes of the layers with experts; `trunk`, `head_writer`: what writes the programs;
+    `expected`, `expected_head`: name -> shape of every tensor; `constants`: those tensors that follow from the config.
+    """
 
     name: str
     model_types: tuple[str, ...]
     geometry: Callable[[Mapping[str, Any], object], Any]
+    expected: Callable[..., dict[str, Shape]]
+    expected_head: Callable[..., dict[str, Shape]]
+    constants: Callable[[Any], dict[str, np.ndarray]]
     check: Callable[[Checkpoint, Any], None]
     int8_rows: Callable[[str], bool]
     expert_layers: Callable[[Any], tuple[str, ...]]
@@ -53,13 +58,14 @@ class Family:
 
 
 def _qwen36(checkpoint: Checkpoint, g: Any, weights: Any, store: Any, kernels: Any, team: Any, *, ctx: int, limit: int,
-            undo: str) -> Trunk:  # fmt: skip
+            undo: str, prefetch: str = "auto") -> Trunk:  # fmt: skip
     writer = qwen36_program.Writer(g, weights, store, team, ctx, limit)
-    return Trunk(writer, kernels, ctx=ctx, limit=limit, undo=undo)
+    return Trunk(writer, kernels, ctx=ctx, limit=limit, undo=undo, prefetch=prefetch)
 
 
 QWEN38 = Family(
     name="qwen38", model_types=qwen38_geometry.MODEL_TYPES, geometry=qwen38_geometry.geometry,
+    expected=qwen38_layout.expected, expected_head=qwen38_layout.expected_head, constants=qwen38_layout.constants,
     check=qwen38_layout.check, int8_rows=qwen38_layout.int8_rows,
     expert_layers=trunk_layers,
     state_spec=qwen38_program.state_spec, workspace_bytes=qwen38_program.workspace_bytes, trunk=Qwen38,
@@ -69,6 +75,7 @@ QWEN38 = Family(
 )  # fmt: skip
 QWEN36 = Family(
     name="qwen36", model_types=qwen36_geometry.MODEL_TYPES, geometry=qwen36_geometry.geometry,
+    expected=qwen36_layout.expected, expected_head=qwen36_layout.expected_head, constants=lambda g: {},
     check=qwen36_layout.check, int8_rows=qwen36_layout.int8_rows,
     expert_layers=lambda g: tuple(f"layers.{i}." for i in g.moe_layers),
     state_spec=qwen36_program.state_spec, workspace_bytes=qwen36_program.workspace_bytes, trunk=_qwen36,
@@ -86,19 +93,3 @@ def family_of(checkpoint: Checkpoint) -> Family:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise ModelError(f"model type {show(kind)} is not one coli runs", checkpoint.config_path, f"it runs {known}")
-
-
-def plan_head(
-    family: Family, checkpoint: Checkpoint, g: Any, *, ctx: int, threads: int, trunk_int8: bool, mode: str,
-    activations: str, codes: int,
-) -> HeadPlan:  # fmt: skip
-    """Check the draft head's tensors and size it. Raises ModelError for a checkpoint without a sound one."""
-    family.check_head(checkpoint, g)
-    routed = f"{HEAD}mlp.gate.weight" in checkpoint
-    return HeadPlan(
-        dense=head_bytes(checkpoint, family.int8_rows if trunk_int8 else never),
-        kv=ctx * family.head_spec(g).kv_bytes_per_token(),
-        workspace=family.head_workspace_bytes(g, ctx=ctx, threads=threads, codes=codes),
-        experts=plan_experts(checkpoint, g, (HEAD,), mode, activations) if routed else None,
-        theta=family.head_theta(checkpoint, g),
-    )

@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from coli.errors import ColiError, NonFinite
-from coli.experts import ExpertPlan
 from coli.models.playing import Player
 from coli.program.builder import STEP_FIRST, STEP_POS, STEP_ROWS
 from coli.program.cache import Kernels
@@ -30,27 +29,6 @@ from coli.program.ops import Input, Weight, best_score, linear, listed
 from coli.state import Snapshot, State, StateSpec
 
 LIMIT = 32  # pairs taken at once, and the most that wait
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """What a head will need, known before anything of it is allocated. Bytes; `experts`: None where it has none."""
-
-    dense: int
-    kv: int
-    workspace: int
-    experts: ExpertPlan | None
-    theta: float
-
-    @property
-    def slot(self) -> int:
-        """One expert."""
-        return 0 if self.experts is None else self.experts.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """All but the experts."""
-        return self.dense + self.kv + self.workspace
 
 
 @dataclass(frozen=True)

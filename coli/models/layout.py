@@ -11,6 +11,7 @@ Source of names and shapes: model_spec.md. Guarded by tests/models/test_layout.p
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from coli.kernels.blocked import blocked_bytes
 from coli.kernels.packing import packed_bytes
 
 FLOATS = ("BF16", "F16", "F32")
-HEAD = "mtp.layers.0."
+HEAD, EMBEDDING = "mtp.layers.0.", "embed_tokens.weight"
 Shape = tuple[int, ...]
 ANY: Any = None  # the shape of a tensor whose bytes somebody else checks
 
@@ -108,32 +109,38 @@ def use_of(name: str) -> str:
     return "table" if ".ngram_embedding." in name else "dense"
 
 
-def dense_bytes(checkpoint: Checkpoint, g: Any, int8_rows: Callable[[str], bool]) -> int:
-    """Resident bytes of the trunk's dense weights: all but the embedding, whose rows are read one by one. `int8_rows`
-    names those that are repacked."""
-    return sum(
-        _resident(tensor, int8_rows(name)) for name, tensor in checkpoint.tensors.items()
-        if use_of(name) == "dense" and (name != "embed_tokens.weight" or g.tied)
-    )
+def dense_formats(checkpoint: Checkpoint, g: Any, int8_rows: Callable[[str], bool]) -> Counter[str]:
+    """Resident bytes of the trunk's dense weights by format: all but the embedding, whose rows are read one by one.
+    `int8_rows` names those that are repacked."""
+    return _formats(checkpoint, int8_rows, lambda name: use_of(name) == "dense" and (name != EMBEDDING or g.tied))
 
 
-def head_bytes(checkpoint: Checkpoint, int8_rows: Callable[[str], bool]) -> int:
-    """Resident bytes of the draft head's dense weights."""
-    return sum(
-        _resident(tensor, int8_rows(name)) for name, tensor in checkpoint.tensors.items()
-        if use_of(name) == "mtp" and ".mlp.experts." not in name
-    )
+def head_formats(checkpoint: Checkpoint, int8_rows: Callable[[str], bool]) -> Counter[str]:
+    """Resident bytes of the draft head's dense weights by format."""
+    return _formats(checkpoint, int8_rows, lambda name: use_of(name) == "mtp" and ".mlp.experts." not in name)
 
 
-def _resident(tensor: Tensor, int8: bool) -> int:
+def _formats(checkpoint: Checkpoint, int8_rows: Callable[[str], bool], wanted: Callable[[str], bool]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for name, tensor in checkpoint.tensors.items():
+        if wanted(name):
+            words, nbytes = _resident(tensor, int8_rows(name))
+            found[words] += nbytes
+    return found
+
+
+def _resident(tensor: Tensor, int8: bool) -> tuple[str, int]:
+    """(format, bytes) of a dense tensor in memory."""
     if len(tensor.shape) != 2:
-        return tensor.nbytes
+        return tensor.dtype, tensor.nbytes
     n, k = tensor.shape
     if int8 and tensor.dtype in FLOATS:
-        return packed_bytes("int8", n, k)
+        return "int8 rows", packed_bytes("int8", n, k)
     if tensor.dtype in ggml.NATIVE:
-        return blocked_bytes(tensor.dtype.lower(), n, k)
-    return 4 * n * k if tensor.dtype in ggml.DECODED else tensor.nbytes
+        return tensor.dtype, blocked_bytes(tensor.dtype.lower(), n, k)
+    if tensor.dtype in ggml.DECODED:
+        return f"F32 (from {tensor.dtype})", 4 * n * k
+    return tensor.dtype, tensor.nbytes
 
 
 # ---- the check -------------------------------------------------------------------------------------------------------
@@ -173,11 +180,11 @@ def head_tensors(checkpoint: Checkpoint, variable: str) -> dict[str, Tensor]:
 def _without_sidecar(checkpoint: Checkpoint, table: Mapping[str, Shape]) -> dict[str, Shape]:
     """The table without the experts of layers that have none in the checkpoint itself but may have them in a sidecar
     (the expert store looks)."""
+    if not sidecar.folders(checkpoint.folder):
+        return dict(table)
     experts = {name: match[1] for name in table if (match := _EXPERT.fullmatch(name))}
     own = {prefix for name, prefix in experts.items() if name in checkpoint}
     left = set(experts.values()) - own
-    if not left or not sidecar.folders(checkpoint.folder):
-        return dict(table)
     return {name: shape for name, shape in table.items() if experts.get(name) not in left}
 
 

@@ -61,6 +61,9 @@ class Qwen36Blocks(Blocks):
         self.attention_prep(name, index, g.heads, g.kv_heads)
         self.attend_rows(name, index)
 
+    def look(self, layer: str, x: Rows) -> None:
+        self.norm(f"{layer}post_attention_layernorm.weight", self.s, x)
+
     def mlp(self, prefix: str, kind: str, experts: int) -> None:
         """x -> y. `experts`: the layer's place among those with experts."""
         if kind == "moe":

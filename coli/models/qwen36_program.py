@@ -16,6 +16,7 @@ from coli.experts import ExpertStore
 from coli.models.base import Embedding, Weights
 from coli.models.blocks import code_bytes
 from coli.models.deltanet import DeltaNet, block_floats, gdn_floats, state_widths
+from coli.models.prefetch import prefetch_bytes
 from coli.models.qwen36_blocks import Qwen36Blocks, row_floats, scratch_floats
 from coli.models.qwen36_geometry import Geometry
 from coli.program.builder import Program
@@ -42,7 +43,8 @@ def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int, codes: i
     row = row_floats(g) + g.hidden + 2 + (gdn_floats(g) if gdn else 0)
     final = MAX_UNDOABLE * (g.hidden + g.vocab)
     scratch = threads * (scratch_floats(ctx) + (block_floats(g) if gdn else 0))
-    return 4 * (limit * row + final + scratch) + 32 * g.experts + codes * code_bytes(g, limit)
+    ahead = prefetch_bytes(g, codes)
+    return 4 * (limit * row + final + scratch) + 32 * g.experts + codes * code_bytes(g, limit) + ahead
 
 
 class Writer(Qwen36Blocks):

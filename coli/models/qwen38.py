@@ -27,12 +27,12 @@ class Qwen38(Trunk):
     _writer: Writer
 
     def __init__(self, checkpoint: Checkpoint, g: Geometry, weights: Weights, store: ExpertStore, kernels: Kernels,
-                 team: Team, *, ctx: int, limit: int, undo: str = "slots") -> None:
+                 team: Team, *, ctx: int, limit: int, undo: str = "slots", prefetch: str = "auto") -> None:
         self._hashes = [NgramHash(g, i) for i in range(len(g.ple_layers))]
         self._tables = [NgramTable(checkpoint, g, layer) for layer in g.ple_layers]
         self._ngrams: list[np.ndarray] = []  # of the step under way: table rows by PLE layer
         writer = Writer(g, weights, store, team, ctx, limit, [table.kept for table in self._tables])
-        super().__init__(writer, kernels, ctx=ctx, limit=limit, undo=undo)
+        super().__init__(writer, kernels, ctx=ctx, limit=limit, undo=undo, prefetch=prefetch)
 
     def _begin(self, ids: np.ndarray, state: State) -> None:
         """Hash the n-grams of the new rows and start reading their table rows, or put them in place."""

@@ -68,6 +68,12 @@ class Qwen38Blocks(Blocks):
         linear(p, normed, self.w.matrix(prefix + "block_inject_weight.weight"), self.inject, step=self.step)
         self.mix(prefix, self.n, self.low, self.m, self.x, self.step)
 
+    def look(self, layer: str, x: Rows) -> None:
+        g, prefix = self.g, f"{layer}mlp_hyper_connection."
+        rms_group(self.program, self.s, self.w.norm(prefix + "hc_norm.weight"), self.n, g.hidden, g.eps, step=self.step)
+        self.narrow(prefix, Input(self.n, g.width), self.low, self.step)
+        self.mix(prefix, self.n, self.low, self.m, x, self.step)
+
     def narrow(self, prefix: str, normed: Input, low: Rows, step: np.ndarray, *, barrier: bool = True) -> None:
         g, p = self.g, self.program
         weight = self.w.matrix(prefix + "input_mix_weight_down.weight")

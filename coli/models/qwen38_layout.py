@@ -23,8 +23,8 @@ from coli.models.layout import FLOATS, HEAD, Shape, attention, check_tensors, gd
 from coli.models.qwen38_geometry import MODEL_TYPES, Geometry, geometry
 from coli.ngrams import NgramHash, table_prefix
 
-__all__ = ["HEAD", "MODEL_TYPES", "Geometry", "check", "check_head", "expected", "expected_head", "geometry",
-           "hash_buffers"]
+__all__ = ["HEAD", "MODEL_TYPES", "Geometry", "check", "check_head", "constants", "expected", "expected_head",
+           "geometry", "hash_buffers"]
 
 _CONSTANTS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # int64
 
@@ -119,6 +119,12 @@ def hash_buffers(hashes: NgramHash, layer: int) -> dict[str, np.ndarray]:
     }
 
 
+def constants(g: Geometry) -> dict[str, np.ndarray]:
+    """`hash_buffers` of every PLE layer."""
+    return {name: values for index, layer in enumerate(g.ple_layers)
+            for name, values in hash_buffers(NgramHash(g, index), layer).items()}  # fmt: skip
+
+
 # ---- int8 rows -------------------------------------------------------------------------------------------------------
 
 # Tiny, and choices hang on them: gates, routers, the indexer. The embedding is not multiplied.
@@ -142,12 +148,11 @@ def check(checkpoint: Checkpoint, g: Geometry) -> None:
     table = {name: shape for name, shape in expected(g, checkpoint).items() if name not in checkpoint.constants}
     trunk = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith("mtp.")}
     check_tensors(checkpoint, trunk, table, _table_scales(checkpoint, g), _CONSTANTS)
-    for index, layer in enumerate(g.ple_layers):
-        for name, constants in hash_buffers(NgramHash(g, index), layer).items():
-            stored = checkpoint.constants[name] if name in checkpoint.constants else checkpoint.load(name)
-            if not np.array_equal(stored, constants):
-                raise ModelError(f"{name}: the checkpoint's hash constants differ from those of its config",
-                                 checkpoint.folder, "vocab_size, seed or ngram_* are wrong")  # fmt: skip
+    for name, values in constants(g).items():
+        stored = checkpoint.constants[name] if name in checkpoint.constants else checkpoint.load(name)
+        if not np.array_equal(stored, values):
+            raise ModelError(f"{name}: the checkpoint's hash constants differ from those of its config",
+                             checkpoint.folder, "vocab_size, seed or ngram_* are wrong")  # fmt: skip
 
 
 def check_head(checkpoint: Checkpoint, g: Geometry) -> None:

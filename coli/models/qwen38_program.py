@@ -21,6 +21,7 @@ from coli.experts import ExpertStore
 from coli.models.base import Embedding, Weights
 from coli.models.blocks import code_bytes
 from coli.models.deltanet import DeltaNet, block_floats, gdn_floats, state_widths
+from coli.models.prefetch import prefetch_bytes
 from coli.models.qwen38_blocks import Qwen38Blocks, row_floats, scratch_floats
 from coli.models.qwen38_geometry import Geometry
 from coli.program.builder import Program, StateCell
@@ -49,7 +50,8 @@ def workspace_bytes(g: Geometry, *, limit: int, ctx: int, threads: int, codes: i
     row = row_floats(g, ctx) + gdn_floats(g) + len(g.ple_layers) * (g.ple_dim + 2)
     final = MAX_UNDOABLE * (3 * g.width + g.hc_lowrank + g.hidden + g.vocab)
     scratch = threads * (scratch_floats(g, ctx) + block_floats(g))
-    return 4 * (limit * row + final + scratch) + 32 * g.experts + codes * code_bytes(g, limit)
+    ahead = prefetch_bytes(g, codes)
+    return 4 * (limit * row + final + scratch) + 32 * g.experts + codes * code_bytes(g, limit) + ahead
 
 
 class Writer(Qwen38Blocks):

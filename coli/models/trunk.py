@@ -15,6 +15,7 @@ import numpy as np
 from coli.errors import DoesNotFit, NonFinite, UsageError
 from coli.models.base import Rows as Answer
 from coli.models.playing import Player
+from coli.models.prefetch import Prefetch
 from coli.program.builder import STEP_FIRST, STEP_POS, STEP_ROWS, STEP_UNDO
 from coli.program.cache import Kernels
 from coli.program.ops import Weight
@@ -26,15 +27,20 @@ class Trunk:
     """The model ready to run. `limit`: rows of one program call (the prefill chunk).
 
     `writer` has written nothing yet: `write()` gives the program, `settle()` the one of coli/recurrent.py, `out` are
-    the logits, `streams` what the draft head wants of every row."""
+    the logits, `streams` what the draft head wants of every row. `prefetch`: "auto", "on" or "off"."""
 
-    def __init__(self, writer: Any, kernels: Kernels, *, ctx: int, limit: int, undo: str) -> None:
+    def __init__(
+        self, writer: Any, kernels: Kernels, *, ctx: int, limit: int, undo: str, prefetch: str = "auto"
+    ) -> None:
         self.geometry, self.ctx, self.limit, self.undo = writer.g, ctx, limit, undo
         self.team, self.store, self.spec = writer.team, writer.store, writer.spec
         self._writer = writer
-        self._program = writer.write().finish(kernels)
+        self._program = writer.write()
+        end, more = self._program.here, prefetch != "off" and self.store.layers
+        self.prefetch = Prefetch(writer, auto=prefetch == "auto") if more else None
+        self._program.finish(kernels)
         self._settling = writer.settle().finish(kernels)
-        self.player = Player(writer, self._put)
+        self.player = Player(writer, self._put, end=end, prefetch=self.prefetch)
         self._drafts = False  # whether the rows behind the first of the step under way are guesses
 
     @property

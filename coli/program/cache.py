@@ -19,6 +19,7 @@ import importlib.metadata
 import os
 import selectors
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -177,8 +178,7 @@ class Kernels:
             for process in processes:
                 errors = process.communicate()[1].strip()
                 if process.returncode:
-                    last = errors.splitlines()[-1] if errors else f"exit {process.returncode}"
-                    raise ColiError(f"compiling kernels failed: {last}", folder, "COLI_DEBUG=1 shows more")
+                    raise _failed(process.returncode, errors, folder)
         finally:  # also on Ctrl-C and SIGTERM: nobody goes on compiling for a coli that has left
             for process in processes:
                 process.kill()
@@ -221,6 +221,17 @@ class Kernels:
     def tiles(self, kind: str) -> list[str]:
         """Names of the GEMV tiles of one weight kind."""
         return [tile_name(kind, rows) for rows in tile_rows(kind)]
+
+
+def _failed(code: int, errors: str, folder: Path) -> ColiError:
+    """What ended a compiling process: a signal by its name, else the last line it wrote."""
+    if code == -9:  # SIGKILL: nobody but the system does that unasked
+        what, hint = "killed by signal 9, as when memory runs out", "free some memory: what is compiled stays"
+    elif code < 0:
+        what, hint = f"ended by signal {-code} ({signal.strsignal(-code)})", "run it again: what is compiled stays"
+    else:
+        what, hint = errors.splitlines()[-1] if errors else f"exit {code}", "COLI_DEBUG=1 shows more"
+    return ColiError(f"compiling kernels failed: {what}", folder, hint)
 
 
 def warmup(settings: Any, on_progress: Progress | None = None) -> WarmupReport:

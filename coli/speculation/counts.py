@@ -1,4 +1,4 @@
-"""How often each token was used, as a file that survives crashes, rivals and other people's files.
+"""How often each token was used, as a file (coli/history.py) of exactly one form.
 
 Format, little-endian:
 
@@ -10,37 +10,30 @@ Format, little-endian:
 An absent or empty file holds no counts. Anything else that is not exactly this, whole, for this vocabulary, is a
 ColiError with the file's name, and nothing here writes over it.
 
-`update` is safe with two processes at once and with a crash at any moment: the file itself is locked (POSIX flock,
-tried again when it turns out to have been replaced meanwhile; an absent file is first made empty), read again, and
-replaced by a new one that is on the disk before it gets the name. Where flock does not exist (Windows) the replacement
-alone keeps the file whole, and of two saves in the same moment one may be lost.
+`update` is safe with two processes at once and with a crash at any moment: the file is locked, read again and replaced.
 
 Guarded by tests/speculation/test_vocabulary.py (two processes saving at once; a file cut at and flipped in every byte).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import stat
 import struct
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from coli import history
 from coli.errors import ColiError
 
 HALVING = 1024  # tokens after which all counts halve
 MAGIC, VERSION = b"\x89COLIVC\n", 1
 _HEAD = struct.Struct("<8s4I")
 _RECORD = np.dtype([("token", "<u4"), ("count", "<f4")])
-_PATIENCE = 5.0  # seconds to wait for another process's save, which takes milliseconds
-_HINT = "delete or move it, or name another file in COLI_VOCAB_USAGE"
+_VARIABLE = "COLI_VOCAB_USAGE"
+_HINT = history.hint(_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -93,76 +86,12 @@ def decode(data: bytes, vocab: int, path: Path) -> Counts:
 
 def load(path: Path, vocab: int) -> Counts:
     """The counts in a file. Raises ColiError."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ColiError("is not a regular file", path, _HINT)
-        with open(path, "rb") as handle:
-            return decode(handle.read(_HEAD.size + vocab * _RECORD.itemsize + 5), vocab, path)
-    except FileNotFoundError:
-        return Counts.none(vocab)
-    except OSError as error:
-        raise ColiError(f"cannot be read ({error.strerror})", path, _HINT) from error
+    return decode(history.read(path, _HEAD.size + vocab * _RECORD.itemsize + 4, _VARIABLE), vocab, path)
 
 
 def update(path: Path, vocab: int, change: Callable[[Counts], Counts]) -> Counts:
     """Put change(what the file holds now) in its place; returns that. Raises ColiError, the file being as it was."""
-    path = Path(os.path.realpath(path))  # a link stays a link
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            counts = change(load(path, vocab))
-            _replace(path, encode(counts))
-        return counts
-    except OSError as error:
-        raise ColiError(f"cannot be written ({error.strerror or error})", path,
-                        "COLI_VOCAB_USAGE names another file") from error  # fmt: skip
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Nobody else updates `path` meanwhile."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    end = time.monotonic() + _PATIENCE
-    while True:
-        with open(path, "a+b") as handle:
-            if _held(path, handle, fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                yield
-                return
-        if time.monotonic() > end:
-            raise ColiError("is locked by another process", path, "the next save tries again")
-        time.sleep(0.005)
-
-
-def _held(path: Path, handle: BinaryIO, flock: Callable[[int, int], None], how: int) -> bool:
-    """Whether `handle` could be locked and is still what `path` names."""
-    try:
-        flock(handle.fileno(), how)
-        return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
-    except (BlockingIOError, FileNotFoundError):
-        return False
-
-
-def _replace(path: Path, data: bytes) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            os.chmod(part, stat.S_IMODE(os.stat(path).st_mode))
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
-    with contextlib.suppress(OSError, AttributeError):  # the data is safe; not every system can sync a folder
-        folder = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    with history.rewriting(path, _VARIABLE) as replace:
+        counts = change(load(path, vocab))
+        replace(encode(counts))
+    return counts

@@ -39,6 +39,11 @@ class Lookup:
     def length(self) -> int:
         return len(self._history)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index, reckoned."""
+        return len(self._history) * TOKEN_BYTES
+
     def reset(self, tokens: Iterable[int] = ()) -> None:
         """Start from `tokens`: a new prompt, or the tokens of a restored state."""
         self._history: list[int] = []

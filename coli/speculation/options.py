@@ -89,13 +89,7 @@ def idle(settings: Settings, *, head: bool) -> list[str]:
     why = _head_idle(settings) if head else dict.fromkeys(_HEADS, "no draft head is loaded")
     if not settings.lookup:
         why |= dict.fromkeys(("lookup_drafts", "lookup_force"), "prompt lookup is off")
-    return [f"{_name(settings, name)} has no effect: {why[name]}" for name in given if name in why]
-
-
-def _name(settings: Settings, field: str) -> str:
-    """The flag or the variable that gave this setting its value."""
-    row = settings.row(field)
-    return row.flag if settings.origin(field) == "flag" and row.flag else row.name
+    return [f"{settings.named(name)} has no effect: {why[name]}" for name in given if name in why]
 
 
 _HEADS = ("drafts", "mtp_pmin", "mtp_vocab", "mtp_vocab_ids", "mtp_wiring", "mtp_cap", "mtp_pstep", "mtp_force",

@@ -32,8 +32,6 @@ test_fixed_vocabulary.py.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,16 +39,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coli import history
 from coli.errors import ColiError, UsageError
-from coli.models.find import NANO
 from coli.speculation import counts as file
 from coli.speculation.counts import HALVING, Counts
 from coli.speculation.report import VocabularyReport
+from coli.usage import usage_file
 
 if TYPE_CHECKING:
     from coli.settings import Settings
 
-NAME, EXPERTS = ".coli_vocab", ".coli_usage"  # of this history and of the experts', in the model's folder
+NAME = ".coli_vocab"
+TOKEN_BYTES = 18  # of a list for each token of the vocabulary: its id, two counts, two marks
 _NEAR = np.float32(0.75)
 _LONGEST = 32  # bytes of a file of ids for each token of the vocabulary, at most
 
@@ -75,6 +75,11 @@ class Vocabulary:
             self._open(path)
         self._choose()
         self._start_report()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the list and its counts."""
+        return self.vocab * TOKEN_BYTES
 
     def _open(self, path: Path) -> None:
         try:
@@ -200,6 +205,11 @@ class FixedVocabulary:
         self._member = frozenset(ids)
         self._picks = self._inside = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the list."""
+        return self.ids.nbytes
+
     def begin(self, conversation: Sequence[int] | np.ndarray) -> None:
         """A request starts, which changes nothing."""
 
@@ -252,12 +262,10 @@ def open_vocabulary(
     if settings.mtp_dump is not None:
         return None, []
     if settings.mtp_vocab_ids is not None:
-        row = settings.row("mtp_vocab_ids")
-        where = row.flag if settings.origin("mtp_vocab_ids") == "flag" else row.name
-        return FixedVocabulary(vocab, settings.mtp_vocab_ids, where), []
+        return FixedVocabulary(vocab, settings.mtp_vocab_ids, settings.named("mtp_vocab_ids")), []
     if not 0 < settings.mtp_vocab < vocab:
         return None, []
-    path, off = usage_path(model, settings)
+    path, off = vocab_file(model, settings)
     if path is None:
         return None, [off]
     vocabulary = Vocabulary(vocab, settings.mtp_vocab, path)
@@ -266,33 +274,13 @@ def open_vocabulary(
     return vocabulary, notes
 
 
-def usage_path(model: Path, settings: Any) -> tuple[Path | None, str]:
-    """(file of the counts, ""), or (None, why there can be no list).
-
-    `settings.vocab_usage` when given, else `.coli_vocab` in the model's folder (of a model that is one file:
-    `<file>.coli_vocab` beside it), or a state folder of the user's where that is read-only or the shipped model's. None
-    when it would be the history of the experts (`settings.usage`)."""
-    path = settings.vocab_usage or _default(model)
-    if _same(path, settings.usage or (model.parent if model.is_file() else model) / EXPERTS):
+def vocab_file(model: Path, settings: Any) -> tuple[Path | None, str]:
+    """(file of the counts, ""), or (None, why there can be no list): `settings.vocab_usage` when given, else the
+    default's place; None when it would be the history of the experts."""
+    path = settings.vocab_usage or history.beside(model, NAME, "vocabulary")
+    if history.same(path, usage_file(model, settings)):
         return None, (
             f"the draft vocabulary's list is off: {path} is the expert history's file (COLI_USAGE) as well; "
             "COLI_VOCAB_USAGE names another"
         )
     return path, ""
-
-
-def _default(model: Path) -> Path:
-    folder, name = (model.parent, model.name + NAME) if model.is_file() else (model, NAME)
-    if os.access(folder, os.W_OK) and not _same(folder, NANO):
-        return folder / name
-    import platformdirs
-
-    name = hashlib.sha256(os.fsencode(os.path.realpath(model))).hexdigest()[:20]
-    return Path(platformdirs.user_state_dir("coli")) / "vocabulary" / (name + NAME)
-
-
-def _same(a: Path, b: Path) -> bool:
-    try:
-        return os.path.samefile(a, b)
-    except OSError:  # one of them is not there yet
-        return os.path.realpath(a) == os.path.realpath(b)

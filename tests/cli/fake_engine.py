@@ -136,6 +136,8 @@ class Session:
         for index, word in enumerate(prompt.split(" ")):
             if MODE == "break" and index == 2:
                 raise NonFinite("NaN in the logits", "layer 3", "lower the temperature")
+            if MODE == "scarce" and index == 1:
+                self.engine.say("memory runs short")
             yield word if index == 0 else f" {word}"
 
 

@@ -24,7 +24,9 @@ def test_the_document_has_exactly_the_public_keys() -> None:
     ]  # fmt: skip
     assert list(document["timings"]) == ["load_s", "ttft_s", "prefill_s", "decode_s", "prefill_tok_s", "decode_tok_s"]
     assert document["memory"] == {"peak_rss_bytes": 123_456_789}
-    assert document["experts"] == {"hits": 90, "misses": 10, "bytes_read": 45_000_000}
+    assert document["experts"] == {
+        "hits": 90, "misses": 10, "bytes_read": 45_000_000, "prefetched": 0, "prefetch_used": 0, "warmed": 0,
+    }  # fmt: skip
     assert list(document["model"]) == ["path", "engine", "geometry"]
     assert document["speculation"] is None
     assert json.loads(json.dumps(document, allow_nan=False)) == document
@@ -34,6 +36,12 @@ def test_the_lines_name_every_figure() -> None:
     text = "\n".join(REPORT.lines())
     figures = ("0.25 s", "60.0 tok/s", "8.5 tok/s", "12 tokens", "2 tokens", "90 hits", "10 misses", "45.0 MB")
     assert all(figure in text for figure in figures)
+
+
+def test_experts_read_ahead_are_told_where_there_were_any() -> None:
+    assert "ahead" not in "\n".join(REPORT.lines())
+    report = replace(REPORT, experts=Experts(90, 10, 45_000_000, 1_300, 1_100))
+    assert "10 misses, 1,300 read ahead and 1,100 of them used, 45.0 MB read" in "\n".join(report.lines())
 
 
 def test_drafting_adds_its_lines_and_its_part_of_the_document() -> None:

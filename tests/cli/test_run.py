@@ -163,3 +163,14 @@ def test_no_prompt_on_a_terminal_is_a_usage_error() -> None:
 
 def test_an_error_on_a_terminal_begins_its_own_line() -> None:
     assert "\r\ncoli: layer 3" in on_terminal("run", "--raw", "a b c", TERM="xterm", FAKE_MODE="break")[1]
+
+
+def test_what_happens_meanwhile_is_said_when_it_happens(coli: Coli) -> None:
+    done = coli("run", "--raw", "a b c", fake=True, env={"FAKE_MODE": "scarce"})
+    assert done.stdout == "a b c\n" and done.returncode == 0
+    said = done.stderr.splitlines()
+    assert said.count("memory runs short") == 1 and said.index("the banner") < said.index("memory runs short")
+    quiet = coli("run", "--raw", "a b c", "--quiet", fake=True, env={"FAKE_MODE": "scarce"})
+    assert (quiet.stdout, quiet.stderr) == ("a b c\n", "")
+    screen = on_terminal("run", "--raw", "a b c", TERM="dumb", FAKE_MODE="scarce")[1]
+    assert "\r\na\r\nmemory runs short\r\n b c\r\n" in screen

@@ -124,7 +124,7 @@ def test_row_27_the_gate_counts_reads_and_follows_a_cache_that_warms_up(tmp_path
         clock, ensure, forward = Clock(), engine.store.ensure, engine.model.forward
         read = 0.4e-3  # seconds an expert
 
-        def reading(layer: int, experts: list[int]) -> None:
+        def reading(layer: int, experts: list[int], *_: object, **__: object) -> None:
             clock.now += read * sum(not engine.store.table[layer][expert] for expert in experts)
             ensure(layer, experts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -249,3 +250,35 @@ def test_a_huge_folder_opens_quickly(tmp_path):
     with Checkpoint.open(tmp_path) as checkpoint:
         assert len(checkpoint.tensors) == 60_060
     assert time.perf_counter() - start < 5  # 0.5 s alone on one core; the machine may be busy
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_collection_is_left_as_it_was(tmp_path, collects):
+    whole, torn = write_tiny(tmp_path / "whole"), write_tiny(tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes(b"\x08")
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        Checkpoint.open(whole).close()
+        assert gc.isenabled() == collects
+        with pytest.raises(ModelError):
+            Checkpoint.open(torn)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_a_system_that_takes_no_advice_reads_all_the_same(tmp_path, monkeypatch):
+    folder = write_tiny(tmp_path / "m", shards=3)
+    with Checkpoint.open(folder) as checkpoint:
+        names = set(checkpoint)
+
+    def refuse(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    with Checkpoint.open(folder) as checkpoint:
+        assert set(checkpoint) == names
+    monkeypatch.delattr(os, "posix_fadvise")
+    with Checkpoint.open(folder) as checkpoint:
+        assert set(checkpoint) == names

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from coli.errors import ModelError
-from coli.experts import ExpertStore, Part, plan_experts
+from coli.expert_plan import plan_experts
+from coli.expert_records import Part
+from coli.experts import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import dequantise, widen
 from coli.formats.ggml import DECODED, NATIVE
@@ -67,9 +69,9 @@ def drawn(g: Small, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal((g.experts, *shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
-def opened(folder: Path, layers: list[Stack], g: Small, **options: str) -> ExpertStore:
+def opened(folder: Path, layers: list[Stack], g: Small, cap: int | None = None, **options: str) -> ExpertStore:
     g = replace(g, layers=len(layers))
-    return ExpertStore(gguf(folder, layers, g), g, g.experts, 2, **options)
+    return ExpertStore(gguf(folder, layers, g), g, cap or g.experts, 2, **options)
 
 
 def bytes_of(store: ExpertStore, layer: int, expert: int, part: Part) -> np.ndarray:
@@ -141,6 +143,27 @@ def test_types_may_differ_from_layer_to_layer(tmp_path):
         for expert in range(g.experts):
             for name, (dtype, data) in layers[layer].items():
                 assert values_in(store, layer, expert, name).tobytes() == decode(data[expert], dtype).tobytes()
+    store.close()
+
+
+def test_layers_share_slots_where_their_experts_have_one_size(tmp_path):
+    """Three layers of small experts and one of large ones, two slots each; memory given back comes from both."""
+    g, w = Small(layers=4), drawn(Small())
+    downs = ("Q4_K", "Q6_K", "Q4_K", "Q4_K")
+    layers = [{name: stored(v, down if name == "down_proj" else "Q4_K") for name, v in w.items()} for down in downs]
+    store = opened(tmp_path, layers, g, cap=2)
+    small, large = (store.records[i].nbytes for i in (0, 1))
+    assert small < large and store.nbytes == 6 * small + 2 * large
+    for ids in ([0, 1], [2, 3], [3, 1]):
+        for layer in (0, 1):
+            store.ensure(layer, ids)
+            for expert in ids:
+                data = layers[layer]["down_proj"][1][expert]
+                assert values_in(store, layer, expert, "down_proj").tobytes() == decode(data, downs[layer]).tobytes()
+    assert store.resident(0) >= {1, 2, 3} and store.resident(1) == {1, 3}
+    assert store.filled_bytes == (len(store.resident(0)) * small + 2 * large)
+    assert store.shrink(3 * small + large) == 3 * small + large and store.cap == 1
+    assert store.nbytes == 3 * small + large and len(store.resident(1)) == 1
     store.close()
 
 

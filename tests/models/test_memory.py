@@ -11,6 +11,7 @@ import pytest
 from coli import memory
 from coli.errors import DoesNotFit
 from coli.models import qwen38_program
+from coli.report import size
 from coli.settings import load
 from tests.big_checkpoint import write_real_geometry
 from tests.gguf_files import write_gguf
@@ -84,12 +85,12 @@ def test_the_other_engines_workspace_is_what_was_computed(tmp_path, family, type
         computed, used = engine.terms.workspace, engine.model.workspace_bytes
         assert used - 4096 <= computed <= 1.03 * used + 4096
         if engine.head is not None:
-            head = engine.terms.head - engine.ctx * engine.head.spec.kv_bytes_per_token()
+            head = engine.terms.head + engine.terms.head_workspace
             dense = sum(t.nbytes for name, t in engine.checkpoint.tensors.items()
                         if name.startswith("mtp.") and ".mlp.experts." not in name)  # fmt: skip
             assert engine.head.workspace_bytes - 4096 <= head - dense <= 1.25 * engine.head.workspace_bytes + 16384
         weights = sum(engine.weights.kinds.values())
-        assert weights <= engine.terms.dense + engine.terms.head <= weights + engine.terms.head + 65536
+        assert weights <= engine.terms.dense + engine.terms.head <= weights + 65536
 
 
 def test_the_shipped_model_holds_what_was_planned():
@@ -118,25 +119,26 @@ def test_the_peak_is_our_own_and_not_that_of_who_started_us():
 
 def test_a_budget_sizes_the_cache_and_a_budget_below_the_floor_is_refused(tmp_path):
     folder = write_tiny(tmp_path, dtype="F32")
-    with Opened(folder, mtp=False) as opened:
+    with Opened(folder, page_cache="keep", mtp=False) as opened:
         engine = opened.engine
         layer_slots = engine.store.record_bytes()
         floor = engine.terms.total
     for slots in (1, 3):
-        with Opened(folder, mtp=False, ram=(floor + slots * layer_slots + layer_slots / 2) / 1e9) as opened:
+        ram = (floor + slots * layer_slots + layer_slots / 2) / 1e9
+        with Opened(folder, page_cache="keep", mtp=False, ram=ram) as opened:
             assert opened.engine.cap == slots
     with pytest.raises(DoesNotFit) as refused:
-        Opened(folder, mtp=False, ram=(floor + layer_slots / 2) / 1e9)
-    assert f"{(floor + layer_slots / 2) / 1e9:.2f} GB" in str(refused.value)
-    assert f"at least {(floor + layer_slots) / 1e9:.2f} GB" in str(refused.value)
+        Opened(folder, page_cache="keep", mtp=False, ram=(floor + layer_slots / 2) / 1e9)
+    assert f"the budget is {size(floor + layer_slots // 2)}" in str(refused.value)
+    assert f"at least {size(floor + layer_slots)}" in str(refused.value)
 
 
 def test_a_cap_beyond_the_budget_is_lowered_and_said(tmp_path):
     folder = write_tiny(tmp_path, dtype="F32")
-    with Opened(folder) as opened:
+    with Opened(folder, page_cache="keep") as opened:
         engine = opened.engine
         budget = (engine.terms.total + 2.5 * sum(s.nbytes // s.cap for s in engine.stores)) / 1e9
-    with Opened(folder, ram=budget, cap=7) as opened:
+    with Opened(folder, page_cache="keep", ram=budget, cap=7) as opened:
         assert opened.engine.cap == 2 == opened.engine.stores[1].cap
         assert any("--cap 7" in note for note in opened.engine.notes)
 
@@ -148,14 +150,14 @@ def test_the_default_budget_leaves_room():
 
 def test_a_budget_too_small_for_the_head_runs_without_it_and_says_so(tmp_path):
     folder = write_tiny(tmp_path, dtype="F32")
-    with Opened(folder, mtp=False) as opened:
+    with Opened(folder, page_cache="keep", mtp=False) as opened:
         without = opened.engine.terms.total + opened.engine.store.nbytes // opened.engine.store.cap
     budget = (without + 4096) / 1e9
-    with Opened(folder, ram=budget) as opened:
+    with Opened(folder, page_cache="keep", ram=budget) as opened:
         assert opened.engine.head is None and "budget" in opened.engine.head_line
-        assert opened.engine.terms.head == 0
+        assert opened.engine.terms.of_head == 0
     with pytest.raises(DoesNotFit) as refused:
-        Opened(folder, ram=budget, mtp=True)
+        Opened(folder, page_cache="keep", ram=budget, mtp=True)
     assert "draft head" in str(refused.value)
 
 
@@ -170,9 +172,9 @@ def test_the_head_holds_what_was_planned(tmp_path, odd, mtp_cap):
         tensors = engine.checkpoint.tensors.items()
         dense = sum(t.nbytes for name, t in tensors if name.startswith("mtp.") and "experts" not in name)
         held = dense + kv + head.workspace_bytes + state.pending.nbytes
-        planned = engine.terms.head - (mtp_cap or 0) * store.record_bytes()
+        planned = engine.terms.of_head - engine.terms.vocabulary
         assert abs(held - planned) <= 0.05 * held + 4096
         assert store.cap == (mtp_cap or engine.cap)
         alone = opened.state.nbytes
     with Opened(folder, ctx=128, threads=3, mtp=False) as opened:
-        assert opened.engine.terms.head == 0 and opened.state.nbytes == alone
+        assert opened.engine.terms.of_head == 0 and opened.state.nbytes == alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -97,6 +98,22 @@ def test_nobody_compiles_on_for_a_coli_that_was_ended(tmp_path, name):
     assert len(process.communicate()[1].splitlines()) <= 2
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive
+
+
+@pytest.mark.parametrize("number, words", [(9, "killed by signal 9, as when memory runs out"), (11, "signal 11 (Segm")])
+def test_a_compiling_process_that_was_killed_is_named(tmp_path, number, words):
+    """complaints.md 60c: the system's killer leaves no message, so coli has one; its own exit code stays."""
+    env = os.environ | {"COLI_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "coli.commands.app", "warmup"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    while process.poll() is None:
+        for worker in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.send_signal(number)
+        time.sleep(0.02)
+    errors = process.communicate()[1]
+    assert process.returncode == 1
+    assert words in errors.splitlines()[-1] and "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_an_expert_that_cannot_be_read_in_a_verify_ends_the_answer_and_the_next_
         decoder.feed(ids[20])
         ensure = engine.store.ensure
 
-        def failing(layer, experts):
+        def failing(layer, experts, *_, **__):
             if layer == 5:
                 raise ReadError("Input/output error", f"expert {experts[0]} of layer 5")
             ensure(layer, experts)

@@ -10,7 +10,7 @@ import pytest
 
 from coli.errors import UsageError
 from coli.settings import Settings, load
-from coli.speculation.vocabulary import FixedVocabulary, Vocabulary, open_vocabulary, usage_path
+from coli.speculation.vocabulary import FixedVocabulary, Vocabulary, open_vocabulary, vocab_file
 
 VOCAB = 272
 
@@ -106,7 +106,7 @@ def test_what_is_wrong_with_the_list_is_said_of_the_flag_or_the_variable(tmp_pat
 
 def test_a_model_that_is_one_file_keeps_its_counts_beside_it(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
-    assert usage_path(tmp_path / "a.gguf", settings({})) == (tmp_path / "a.gguf.coli_vocab", "")
-    assert usage_path(tmp_path, settings({})) == (tmp_path / ".coli_vocab", "")
-    path, off = usage_path(tmp_path / "a.gguf", settings({}, COLI_VOCAB_USAGE=str(tmp_path / ".coli_usage")))
+    assert vocab_file(tmp_path / "a.gguf", settings({})) == (tmp_path / "a.gguf.coli_vocab", "")
+    assert vocab_file(tmp_path, settings({})) == (tmp_path / ".coli_vocab", "")
+    path, off = vocab_file(tmp_path / "a.gguf", settings({}, COLI_VOCAB_USAGE=str(tmp_path / "a.gguf.coli_usage")))
     assert path is None and "expert history" in off

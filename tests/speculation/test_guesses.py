@@ -23,7 +23,9 @@ def run(engine: Engine, speculation: Speculation) -> tuple[tuple[int, ...], byte
 
 
 def opened(folder, **flags) -> Engine:
-    return Engine.open(load({"model": str(folder), "threads": 2, "ctx": 64} | flags, {})[0])
+    """Experts are read when a layer waits for them and at no other time."""
+    flags = {"model": str(folder), "threads": 2, "ctx": 64, "prefetch": "off", "warm_start": False} | flags
+    return Engine.open(load(flags, {})[0])
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +49,17 @@ def test_experts_that_only_wrong_drafts_need_may_be_unreadable(folder, monkeypat
     assert sum(map(len, only)) > 3
     with opened(folder, cap=cap, undo=undo) as engine:
         expected = run(engine, Speculation.off())[:2]
-        store, fill, failed = engine.store, engine.store._fill, []
+        store, loader, fill, failed = engine.store, engine.store._loader, engine.store._loader.fill, []
 
-        def broken(layer, miss, parts):
-            if miss.expert in only[layer]:
-                failed.append(miss.expert)
-                raise OSError(5, "Input/output error")
-            return fill(layer, miss, parts)
+        def broken(load, parts):
+            if load.expert in only[load.layer]:
+                failed.append(load.expert)
+                raise ReadError("cannot read an expert", "model.safetensors")
+            return fill(load, parts)
 
         for layer in range(engine.geometry.layers):
             store.ensure(layer, [e for e in range(64) if e not in only[layer]][:cap])  # push them out
-        monkeypatch.setattr(store, "_fill", broken)
+        monkeypatch.setattr(loader, "fill", broken)
         *got, session = run(engine, GUESSING)
         assert tuple(got) == expected and failed
         assert session.report.speculation.identities() == []
@@ -65,13 +67,13 @@ def test_experts_that_only_wrong_drafts_need_may_be_unreadable(folder, monkeypat
 
 def test_an_expert_the_pick_needs_still_ends_the_answer(folder, monkeypatch):
     with opened(folder, cap=2) as engine:
-        def broken(layer, miss, parts):
-            raise OSError(5, "Input/output error")
+        def broken(load, parts):
+            raise ReadError("cannot read an expert", "model.safetensors")
 
         session = Session(engine, GUESSING)
         pieces = session.generate(REQUEST)
         next(pieces)
-        monkeypatch.setattr(engine.store, "_fill", broken)
+        monkeypatch.setattr(engine.store._loader, "fill", broken)
         with pytest.raises(ColiError):
             list(pieces)
         assert session.report.finish_reason == "error" and session.report.speculation.identities() == []

@@ -157,7 +157,7 @@ def test_an_expert_of_the_head_that_cannot_be_read_stops_it(tmp_path, monkeypatc
         recording = record(engine, ids[:20], ids[20:])
         engine.head.store.table[:] = 0
 
-        def ensure(layer, experts):
+        def ensure(layer, experts, *_, **__):
             raise ReadError("Input/output error", f"expert {experts[0]} of the head")
 
         monkeypatch.setattr(engine.head.store, "ensure", ensure)

@@ -49,7 +49,7 @@ def test_a_damaged_head_is_left_out_with_its_reason_or_refused(tmp_path, name):
     folder = write_tiny(tmp_path, seed=3, dtype="BF16", poison=name)
     with opened(folder) as engine:
         assert engine.head is None and name in engine.head_line and len(engine.stores) == 1
-        assert engine.terms.head == 0
+        assert engine.terms.of_head == 0
         assert answer(engine)[1].report.speculation.mtp is None
     with pytest.raises(ModelError):
         opened(folder, mtp=True)

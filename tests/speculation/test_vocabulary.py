@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coli import history
 from coli.models.find import NANO
 from coli.speculation import counts as file
 from coli.speculation.counts import Counts, decode, encode, load, update
-from coli.speculation.vocabulary import Vocabulary, usage_path
+from coli.speculation.vocabulary import Vocabulary, vocab_file
 
 
 class Slow:
@@ -326,7 +327,7 @@ def test_overlapping_runs_count_as_if_one_followed_the_other(tmp_path: Path) -> 
 
 def test_a_save_waits_for_the_lock_but_not_for_ever(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(file, "_PATIENCE", 0.05)
+    monkeypatch.setattr(history, "_PATIENCE", 0.05)
     vocabulary, before = Vocabulary(30, 4, saved), saved.read_bytes()
     vocabulary.picked(5)
     with open(saved, "r+b") as rival:
@@ -342,17 +343,17 @@ def chosen(**given: Path | None) -> SimpleNamespace:
 
 
 def test_the_file_is_beside_the_model_or_where_it_was_told(tmp_path: Path) -> None:
-    assert usage_path(tmp_path, chosen()) == (tmp_path / ".coli_vocab", "")
-    assert usage_path(tmp_path, chosen(vocab_usage=tmp_path / "mine")) == (tmp_path / "mine", "")
+    assert vocab_file(tmp_path, chosen()) == (tmp_path / ".coli_vocab", "")
+    assert vocab_file(tmp_path, chosen(vocab_usage=tmp_path / "mine")) == (tmp_path / "mine", "")
 
 
 def test_a_read_only_or_shipped_model_gets_a_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    a, b = (usage_path(tmp_path / name, chosen())[0] for name in ("a", "b"))
-    assert a != b and a == usage_path(tmp_path / "x" / ".." / "a", chosen())[0]
+    a, b = (vocab_file(tmp_path / name, chosen())[0] for name in ("a", "b"))
+    assert a != b and a == vocab_file(tmp_path / "x" / ".." / "a", chosen())[0]
     monkeypatch.undo()
-    for path in (a, b, usage_path(NANO, chosen())[0]):
+    for path in (a, b, vocab_file(NANO, chosen())[0]):
         assert path is not None and NANO not in path.parents and path.name.endswith(".coli_vocab")
 
 
@@ -365,5 +366,5 @@ def test_the_experts_history_is_never_used_for_tokens(tmp_path: Path) -> None:
         chosen(usage=tmp_path / ".coli_vocab"),
         chosen(vocab_usage=tmp_path / ".coli_usage"),
     ):
-        path, why = usage_path(tmp_path, settings_)
+        path, why = vocab_file(tmp_path, settings_)
         assert path is None and "COLI_USAGE" in why and "\n" not in why
