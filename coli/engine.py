@@ -17,10 +17,11 @@ from typing import Any, BinaryIO, TypeAlias
 from coli import memory
 from coli.chat import ChatTemplate, stop_ids
 from coli.errors import DoesNotFit, ModelError, UsageError
-from coli.expert_forms import KINDS
-from coli.expert_plan import ExpertPlan
-from coli.expert_reader import ExpertReader
-from coli.experts import ExpertStore, NoExperts
+from coli.experts.forms import KINDS
+from coli.experts.plan import ExpertPlan
+from coli.experts.reader import ExpertReader
+from coli.experts.store import ExpertStore, NoExperts
+from coli.experts.usage import Shape, open_usage
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.readers import HEAD_READERS, reading_threads
 from coli.guard import Guard
@@ -29,16 +30,15 @@ from coli.models import find
 from coli.models.base import Weights, never
 from coli.models.families import Family, family_of
 from coli.models.head import DraftHead
-from coli.plan import Plan, make_plan
+from coli.planning.plan import Plan, make_plan
+from coli.planning.survey import HeadSurvey, Survey, survey
 from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads, usable_cpus
 from coli.report import size
 from coli.settings import Settings, no_effect
 from coli.speculation.options import idle
 from coli.speculation.vocabulary import FixedVocabulary, Vocabulary, open_vocabulary
-from coli.survey import HeadSurvey, Survey, survey
 from coli.tokenizer import Tokenizer
-from coli.usage import Shape, open_usage
 
 Progress: TypeAlias = Callable[[str], None]
 

@@ -1,14 +1,14 @@
 """A small file that later runs learn from: where it lies, and how it survives crashes, rivals and full disks.
 
-Idea: what the draft vocabulary's counts (coli/speculation/counts.py) and the experts' (coli/usage.py) share. A history
-is read whole and replaced whole. `rewriting` holds a lock on the file itself (POSIX flock, tried again when the file
-turns out to have been replaced meanwhile; an absent file is first made empty), so that whoever reads the file inside
-and puts back what it read and its own loses nobody's. The new bytes are on the disk in `<name>.part` before they get
-the name: a crash at any moment leaves the old file or the new one, and at most that one `.part`, which the next save
-replaces. Where flock does not exist (Windows) the replacement alone keeps the file whole, and of two saves in the same
-moment one may be lost.
-Invariant: nothing is put in the place of a file that its caller could not read under the lock.
-Guarded by tests/speculation/test_vocabulary.py and tests/models/test_usage.py (two processes, 200 kills, a full disk).
+Idea: what the draft vocabulary's counts (coli/speculation/counts.py) and the experts' (coli/experts/usage.py) share. A
+history is read whole and replaced whole. `rewriting` holds a lock on the file itself (POSIX flock, tried again when the
+file turns out to have been replaced meanwhile; an absent file is first made empty), so that whoever reads the file
+inside and puts back what it read and its own loses nobody's. The new bytes are on the disk in `<name>.part` before they
+get the name: a crash at any moment leaves the old file or the new one, and at most that one `.part`, which the next
+save replaces. Where flock does not exist (Windows) the replacement alone keeps the file whole, and of two saves in the
+same moment one may be lost. Invariant: nothing is put in the place of a file that its caller could not read under the
+lock. Guarded by tests/speculation/test_vocabulary.py and tests/models/test_usage.py (two processes, 200 kills, a full
+disk).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where the memory goes: the table of terms, and how much there is.
 
-Every buffer's bytes follow from geometry and settings; coli/plan.py fills `Terms` and spends what is left of the budget
-on expert slots. Nothing here allocates. The default budget is 0.88 of the memory that is free for this process,
-control-group limits included (design.md section 8).
+Every buffer's bytes follow from geometry and settings; coli/planning/plan.py fills `Terms` and spends what is left of
+the budget on expert slots. Nothing here allocates. The default budget is 0.88 of the memory that is free for this
+process, control-group limits included (design.md section 8).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = {
     "head": "draft head's weights", "head_experts": "draft head's experts", "head_kv": "draft head's K/V",
     "head_workspace": "draft head's workspace", "vocabulary": "draft vocabulary",
 }  # fmt: skip
-"""Every term in words: those of `Terms`, and the two expert caches that a plan sizes (coli/plan.py)."""
+"""Every term in words: those of `Terms`, and the two expert caches that a plan sizes (coli/planning/plan.py)."""
 
 
 @dataclass(frozen=True)

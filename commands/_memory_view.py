@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coli.measured import MemoryReport
 from coli.memory import NAMES
+from coli.planning.measured import MemoryReport
 from coli.report import size
 
 

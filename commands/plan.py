@@ -1,8 +1,8 @@
 """`coli plan`: would a model fit, what would take the memory, and how fast would it be? From headers, in a moment.
 
 Nothing is loaded or compiled: a survey of the headers (of a bare config.json: of the tensors it implies), the plan that
-a run would follow (coli/plan.py), and a prediction from what `--probe` once measured here. The answer goes to stdout
-whether the model fits or not; where no budget is enough, stderr says what is missing and the exit code is 4.
+a run would follow (coli/planning/plan.py), and a prediction from what `--probe` once measured here. The answer goes to
+stdout whether the model fits or not; where no budget is enough, stderr says what is missing and the exit code is 4.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from coli.commands._output import Output
-    from coli.plan_report import Asked
-    from coli.probe import Measured
+    from coli.planning.probe import Measured
+    from coli.planning.report import Asked
+    from coli.planning.survey import Survey
     from coli.settings import Settings
-    from coli.survey import Survey
 
 
 def plan(
@@ -66,7 +66,7 @@ def plan(
     """
     from coli.commands._output import Output
     from coli.errors import UsageError
-    from coli.plan_report import report
+    from coli.planning.report import report
 
     if plot and json:
         raise UsageError("draws on stdout, where --json puts its document", "--plot", "give one of the two")
@@ -107,9 +107,10 @@ def _asked(
     settings: Settings, budgets: list[int], weights: str | None, snapshots: int, out: Output, *, measure: bool
 ) -> Asked:
     """What the report is asked, the model surveyed and the machine measured (or what was kept of it)."""
-    from coli import memory, probe
-    from coli.header_cache import surveyed
-    from coli.plan_report import Asked
+    from coli import memory
+    from coli.planning import probe
+    from coli.planning.header_cache import surveyed
+    from coli.planning.report import Asked
     from coli.program.cpu import default_threads
     from coli.settings import no_effect
     from coli.speculation.options import idle
@@ -154,9 +155,9 @@ def _find(model: str | None, weights: str | None) -> tuple[Path, bool]:
 
 def _probe(path: Path, survey: Survey, settings: Settings, out: Output, *, threads: int, bare: bool) -> Measured:
     """Measure memory, and the disk the model lies on, and keep the figures; what cannot be done is said."""
-    from coli import probe
     from coli.errors import ColiError
     from coli.formats.readers import reading_threads
+    from coli.planning import probe
 
     out.progress("measuring memory")
     memory, disk = probe.memory(threads), None
@@ -180,7 +181,7 @@ def _probe(path: Path, survey: Survey, settings: Settings, out: Output, *, threa
 def _end(document: dict[str, Any]) -> None:
     """Raise DoesNotFit where no budget is enough."""
     from coli.errors import DoesNotFit
-    from coli.plan import enough
+    from coli.planning.plan import enough
     from coli.report import size
 
     rows = document["plans"]

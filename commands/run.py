@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from coli.check import Difference, Floats
     from coli.commands._output import Output
     from coli.engine import Engine
-    from coli.measured import MemoryReport
+    from coli.planning.measured import MemoryReport
     from coli.reference import Comparison, Reference
     from coli.report import RunReport
     from coli.sampling import Sampling
@@ -280,7 +280,7 @@ def _generate(
     engine: Engine, asked: Request, out: Output, form: Form, trace: Writer | None, reference: Reference | None
 ) -> Answer:
     from coli.commands._signals import cancelling
-    from coli.measured import measured
+    from coli.planning.measured import measured
     from coli.session import Session
 
     session = Session(engine, trace=trace, reference=None if reference is None else reference.full_ids)

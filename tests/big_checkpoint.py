@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from coli.expert_records import trunk_layers
+from coli.experts.records import trunk_layers
 from coli.models.qwen38_layout import HEAD, expected, expected_head, geometry, hash_buffers
 from coli.ngrams import NgramHash
 from tests.tiny import ITEM, bf16, header_bytes, write_text_files

@@ -66,7 +66,7 @@ class Fence:
 
     def install(self) -> None:
         """Put it in the place of every allocator whose memory a kernel sees."""
-        import coli.experts
+        import coli.experts.store
         import coli.kernels.packing
         import coli.models.base
         import coli.models.qwen38_mtp
@@ -87,11 +87,11 @@ class Fence:
 
         for module in (coli.kernels.packing, coli.program.builder, coli.recurrent, models.base):
             module.aligned_bytes = fence.bytes
-        for module in (coli.state, coli.recurrent, models.base, models.qwen38_mtp, models.qwen38_program, coli.experts,
-                       coli.program.builder, coli.speculation.vocabulary):  # fmt: skip
+        for module in (coli.state, coli.recurrent, models.base, models.qwen38_mtp, models.qwen38_program,
+                       coli.experts.store, coli.program.builder, coli.speculation.vocabulary):  # fmt: skip
             module.np = Numpy()
         coli.program.builder.row_pointers = fence.around(coli.program.builder.row_pointers)
-        coli.experts._arena = fence.bytes
+        coli.experts.store._arena = fence.bytes
         weights = models.base.Weights
         matrix = weights.matrix
         for name in ("vector", "norm", "conv"):

@@ -13,7 +13,7 @@ HOUSE = [path for files in FILES.values() for path in files]
 # the table; Hugging Face's own variables; the copy that compiling processes are given
 ENVIRONMENT = ("coli/settings.py", "coli/models/find.py", "coli/program/cache.py")
 # processes of their own, whose stdout is the protocol with whoever started them
-PRINTS = ("coli/program/compile.py", "coli/vulkan_devices.py")
+PRINTS = ("coli/program/compile.py", "coli/doctor/vulkan_devices.py")
 
 
 def _imports(path: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """What is converted: an open checkpoint that passed its engine's check, its experts as float32 whatever their spelling.
 
-Where an expert lies and what its bytes mean the expert store's own modules say (coli/expert_records.py,
-coli/expert_forms.py). An expert is read alone, so memory holds a few experts, never a layer.
+Where an expert lies and what its bytes mean the expert store's own modules say (coli/experts/records.py,
+coli/experts/forms.py). An expert is read alone, so memory holds a few experts, never a layer.
 Invariant: every expert yielded is finite; a NaN or an infinity in one ends the conversion by name. Dense tensors pass
 as they are, whoever loads them looks.
 Guarded by tests/convert/test_source.py.
@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from coli.errors import ModelError
-from coli.expert_forms import NotFinite, floats
-from coli.expert_records import Located, find, has_experts, trunk_layers
+from coli.experts.forms import NotFinite, floats
+from coli.experts.records import Located, find, has_experts, trunk_layers
 from coli.formats import ggml, sidecar
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import SCALE, block_size, dequantise, widen

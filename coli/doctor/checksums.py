@@ -27,8 +27,8 @@ from typing import Any
 
 from coli.doctor.files import parts
 from coli.doctor.finding import Finding, Patient, error, ok, warn
+from coli.experts.page_cache import drop
 from coli.formats.strict import counted, listing, show
-from coli.page_cache import drop
 from coli.report import size
 
 _BLOCK = 4 << 20

@@ -15,9 +15,9 @@ from typing import Any
 from coli.errors import ColiError
 from coli.formats.checkpoint import Checkpoint
 from coli.models.families import Family
-from coli.plan import Plan
+from coli.planning.plan import Plan
+from coli.planning.survey import Survey
 from coli.settings import Settings
-from coli.survey import Survey
 from coli.tokenizer import Tokenizer
 
 OK, WARN, ERROR = "ok", "warn", "error"

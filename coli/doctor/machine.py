@@ -14,12 +14,13 @@ from typing import Any
 
 import psutil
 
-from coli import cgroup, probe
+from coli import cgroup
 from coli import memory as memory_terms
 from coli.doctor.finding import Finding, Patient, error, ok, warn
 from coli.errors import ColiError
 from coli.formats.readers import reading_threads
 from coli.formats.strict import counted
+from coli.planning import probe
 from coli.program.cache import cache_key, default_folder
 from coli.program.cpu import default_threads, usable_cpus
 from coli.report import size

@@ -12,21 +12,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coli import usage
 from coli.chat import ChatTemplate, stop_ids
 from coli.doctor.finding import Finding, Patient, error, ok, warn
 from coli.errors import ColiError, ModelError
-from coli.expert_reader import ExpertReader
+from coli.experts import usage
+from coli.experts.reader import ExpertReader
 from coli.formats import sidecar
 from coli.formats.checkpoint import CONVERSION, Checkpoint
 from coli.formats.strict import counted, listing, read_object
 from coli.models.families import family_of
 from coli.models.find import find
-from coli.plan import make_plan
+from coli.planning.plan import make_plan
+from coli.planning.survey import survey
 from coli.report import size
 from coli.settings import VARIABLES, no_effect
 from coli.speculation import counts, vocabulary
-from coli.survey import survey
 from coli.tokenizer import Tokenizer
 
 _SAMPLE = "def f(x):\n    return x + 1  # naïve 漢字 🐦\n"

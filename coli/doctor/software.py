@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from coli import child, vulkan_devices
+from coli.doctor import child, vulkan_devices
 from coli.doctor.finding import Finding, Patient, error, ok, warn
 from coli.errors import ColiError, DeviceError
 from coli.report import size

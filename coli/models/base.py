@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coli.errors import ModelError
-from coli.expert_forms import KINDS
+from coli.experts.forms import KINDS
 from coli.formats import ggml
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import block_size, has_nan_code, widen

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from coli.expert_records import ExpertRecord
-from coli.experts import ExpertStore
+from coli.experts.records import ExpertRecord
+from coli.experts.store import ExpertStore
 from coli.kernels.packing import GRAIN, prepared_row_bytes
 from coli.models.base import Weights
 from coli.program.builder import Program, Rows, StateCell

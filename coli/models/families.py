@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from coli.errors import ModelError
-from coli.expert_records import trunk_layers
+from coli.experts.records import trunk_layers
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.strict import show
 from coli.models import (

@@ -88,7 +88,7 @@ def _experts(g: Any, p: str, names: Container[str]) -> Iterator[tuple[str, Shape
         yield f"{p}gate_proj", (g.experts, g.moe_inter, g.hidden)
         yield f"{p}up_proj", (g.experts, g.moe_inter, g.hidden)
         yield f"{p}down_proj", (g.experts, g.hidden, g.moe_inter)
-    elif f"{p}0.merged_weight" in names:  # their sizes say what they are: coli/expert_records.py
+    elif f"{p}0.merged_weight" in names:  # their sizes say what they are: coli/experts/records.py
         for expert in range(g.experts):
             yield f"{p}{expert}.merged_weight", ANY
             yield f"{p}{expert}.merged_weight.qs", ANY

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coli.experts import ExpertStore
+from coli.experts.store import ExpertStore
 from coli.models.base import Weights
 from coli.models.blocks import Blocks, moe_floats
 from coli.models.qwen36_geometry import Geometry

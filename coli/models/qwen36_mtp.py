@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coli.experts import ExpertStore
+from coli.experts.store import ExpertStore
 from coli.models.base import Embedding, Weights
 from coli.models.blocks import code_bytes
 from coli.models.head import LIMIT

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from coli.errors import ReadError
-from coli.experts import ExpertStore
+from coli.experts.store import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.models.base import Weights
 from coli.models.qwen38_geometry import Geometry

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from coli.experts import ExpertStore
+from coli.experts.store import ExpertStore
 from coli.models.base import Weights
 from coli.models.blocks import Blocks, moe_floats
 from coli.models.qwen38_geometry import Geometry

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coli.experts import ExpertStore
+from coli.experts.store import ExpertStore
 from coli.models.base import Embedding, Weights
 from coli.models.blocks import code_bytes
 from coli.models.deltanet import DeltaNet, block_floats, gdn_floats, state_widths

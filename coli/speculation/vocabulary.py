@@ -41,10 +41,10 @@ import numpy as np
 
 from coli import history
 from coli.errors import ColiError, UsageError
+from coli.experts.usage import usage_file
 from coli.speculation import counts as file
 from coli.speculation.counts import HALVING, Counts
 from coli.speculation.report import VocabularyReport
-from coli.usage import usage_file
 
 if TYPE_CHECKING:
     from coli.settings import Settings

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 
 from coli.engine import Engine
-from coli.expert_reader import ExpertReader
+from coli.experts.reader import ExpertReader
 from coli.models.find import NANO
 from coli.settings import load
 

@@ -37,11 +37,11 @@ from statistics import median
 
 import numpy as np
 
-from coli import expert_reader
 from coli.engine import Engine
+from coli.experts import reader as expert_reader
+from coli.experts.page_cache import cached, declare_random, drop
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.readers import reading_threads
-from coli.page_cache import cached, declare_random, drop
 from coli.settings import load
 from tests.big_checkpoint import write_real_geometry
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coli.errors import DoesNotFit
-from coli.header_cache import surveyed
-from coli.plan import Plan, make_plan
+from coli.planning.header_cache import surveyed
+from coli.planning.plan import Plan, make_plan
 from coli.settings import load
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from coli import probe
 from coli.doctor import machine, software
 from coli.doctor.finding import ERROR, OK, WARN, Finding
 from coli.errors import ColiError
+from coli.planning import probe
 from tests.conftest import CLI, clean_env
 from tests.doctoring import contents, named, of, only
 

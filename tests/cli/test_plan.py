@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from coli import memory, probe
+from coli import memory
 from coli.errors import ColiError
-from coli.header_cache import surveyed
 from coli.models.find import NANO
-from coli.plan import Plan, make_plan
-from coli.plan_report import Asked, report
-from coli.predict import EFFICIENCY, MULTIPLY, SKEW, Traffic, predict, traffic
+from coli.planning import probe
+from coli.planning.header_cache import surveyed
+from coli.planning.plan import Plan, make_plan
+from coli.planning.predict import EFFICIENCY, MULTIPLY, SKEW, Traffic, predict, traffic
+from coli.planning.report import Asked, report
 from coli.settings import Settings, load
 from tests.conftest import Coli, clean_env
 from tests.tiny36 import block36_config

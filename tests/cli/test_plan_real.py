@@ -10,11 +10,11 @@ import pytest
 
 from coli import memory
 from coli.formats.imagined import imagine
-from coli.header_cache import surveyed
 from coli.models.families import Family, family_of
-from coli.plan import make_plan
+from coli.planning.header_cache import surveyed
+from coli.planning.plan import make_plan
+from coli.planning.survey import Survey
 from coli.settings import load
-from coli.survey import Survey
 from tests.cli import plan_table
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from coli import child
+from coli.doctor import child
+from coli.doctor.vulkan_devices import Device, Vulkan, answer, ask, devices
 from coli.errors import ColiError, DeviceError
-from coli.vulkan_devices import Device, Vulkan, answer, ask, devices
 
 GB = 1 << 30
 CC = shutil.which("cc")

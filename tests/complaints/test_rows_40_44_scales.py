@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from coli.errors import ModelError
-from coli.expert_forms import Matrix, floats
-from coli.experts import ExpertStore
+from coli.experts.forms import Matrix, floats
+from coli.experts.store import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import E4M3, block_size, dequantise, pair_scales
 from coli.models import qwen36_geometry, qwen36_layout, qwen38_layout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coli.experts import ExpertStore
+from coli.experts.store import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import widen
 from coli.models import qwen38_layout

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from coli.errors import ModelError
-from coli.expert_plan import plan_experts
-from coli.experts import ExpertStore
+from coli.experts.plan import plan_experts
+from coli.experts.store import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.container import merged_config
 from coli.kernels.blocked import decode as decode_blocked

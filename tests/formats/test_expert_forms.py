@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from coli.errors import ModelError
-from coli.expert_plan import plan_experts
-from coli.expert_records import Part
-from coli.experts import ExpertStore
+from coli.experts.plan import plan_experts
+from coli.experts.records import Part
+from coli.experts.store import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import dequantise, widen
 from coli.formats.ggml import DECODED, NATIVE

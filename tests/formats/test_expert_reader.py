@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coli import expert_reader, page_cache
-from coli.expert_reader import ExpertReader
+from coli.experts import page_cache
+from coli.experts import reader as expert_reader
+from coli.experts.mirror import Choice, Disk
+from coli.experts.reader import ExpertReader
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.sidecar import open_sidecar
-from coli.mirror import Choice, Disk
 from coli.models.qwen38_layout import geometry
 from tests.containers import write_sidecar
 from tests.gguf_files import write_gguf

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from coli.errors import ModelError, ReadError, UsageError
-from coli.expert_plan import plan_experts
-from coli.experts import ExpertStore
+from coli.experts.plan import plan_experts
+from coli.experts.store import ExpertStore
 from tests.formats.expert_bytes import expected_slot, opened, part
 from tests.tiny import odd_config, tiny_config, write_tiny
 

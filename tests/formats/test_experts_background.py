@@ -9,8 +9,8 @@ from threading import Event, Thread
 import pytest
 
 from coli.errors import ReadError
-from coli.expert_reader import ExpertReader
-from coli.experts import ExpertStore
+from coli.experts.reader import ExpertReader
+from coli.experts.store import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from tests.formats.expert_bytes import EXPERTS, TWO, Contents, check, opened, small_checkpoint, step
 

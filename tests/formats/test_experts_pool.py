@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coli.errors import ReadError
-from coli.expert_reader import ExpertReader
-from coli.experts import NoExperts
+from coli.experts.reader import ExpertReader
+from coli.experts.store import NoExperts
 from coli.formats.checkpoint import Checkpoint
 from tests.formats.expert_bytes import (
     EXPERTS,

@@ -19,9 +19,9 @@ from coli.formats.checkpoint import Checkpoint
 from coli.formats.imagined import imagine, is_bare
 from coli.models.describe import describe
 from coli.models.families import family_of
-from coli.plan import Plan, make_plan
+from coli.planning.plan import Plan, make_plan
+from coli.planning.survey import Survey, survey
 from coli.settings import load
-from coli.survey import Survey, survey
 from tests.containers import write_sidecar
 from tests.gguf_blocks import elements
 from tests.gguf_files import layout, write_gguf

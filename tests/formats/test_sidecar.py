@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from coli.errors import ModelError
-from coli.expert_plan import plan_experts
-from coli.experts import ExpertStore
+from coli.experts.plan import plan_experts
+from coli.experts.store import ExpertStore
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.sidecar import folders, open_sidecar, record_bytes
 from coli.models.qwen38_layout import HEAD, geometry

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coli import expert_reader
 from coli.engine import Engine
 from coli.errors import ReadError
+from coli.experts import reader as expert_reader
 from coli.session import Request, Session
 from coli.settings import load
 from tests.tiny import write_tiny

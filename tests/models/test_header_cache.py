@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from coli import header_cache
 from coli.errors import ModelError, UsageError
 from coli.formats.checkpoint import Checkpoint
-from coli.header_cache import surveyed
-from coli.plan import make_plan
+from coli.planning import header_cache
+from coli.planning.header_cache import surveyed
+from coli.planning.plan import make_plan
 from coli.settings import Settings, load
 from tests.containers import write_sidecar
 from tests.gguf_files import write_gguf
@@ -199,7 +199,7 @@ def test_another_version_of_coli(tmp_path, opened, monkeypatch):
 
 def test_the_sources_are_those_that_make_a_survey():
     names = {name for folder in header_cache._SOURCES for name in os.listdir(folder)}
-    assert {"survey.py", "expert_plan.py", "checkpoint.py", "layout.py", "packing.py"} <= names
+    assert {"survey.py", "records.py", "checkpoint.py", "layout.py", "packing.py"} <= names
 
 
 def test_a_model_at_another_path(tmp_path, opened):

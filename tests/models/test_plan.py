@@ -12,9 +12,9 @@ from coli import memory
 from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.formats.checkpoint import Checkpoint
 from coli.models.families import family_of
-from coli.plan import make_plan
+from coli.planning.plan import make_plan
+from coli.planning.survey import Survey, survey
 from coli.settings import load
-from coli.survey import Survey, survey
 from tests.models.bench_model import Opened
 from tests.tiny import tiny_config, write_tiny
 from tests.tiny36 import tiny36_config, write_tiny36

@@ -24,7 +24,7 @@ import json, sys
 import numpy as np
 from coli import memory
 from coli.engine import Engine
-from coli.measured import measured
+from coli.planning.measured import measured
 from coli.sampling import Sampler
 from coli.session import Request, Session
 from coli.settings import load

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coli import usage as module
 from coli.engine import Engine
-from coli.experts import ExpertStore
+from coli.experts import usage as module
+from coli.experts.store import ExpertStore
+from coli.experts.usage import Shape, Usage, decode, encode, faded, open_usage, usage_file
 from coli.models.find import NANO
 from coli.session import Request, Session
 from coli.settings import ENGINES, Settings, load
-from coli.usage import Shape, Usage, decode, encode, faded, open_usage, usage_file
 from tests.tiny import write_tiny
 from tests.tiny36 import tiny36_config, write_tiny36
 
@@ -274,7 +274,7 @@ def test_pins_are_those_clearly_above_their_share(tmp_path: Path) -> None:
 SAVER = """
 import sys
 from pathlib import Path
-from coli.usage import Shape, Usage
+from coli.experts.usage import Shape, Usage
 path, expert, shape = Path(sys.argv[1]), int(sys.argv[2]), Shape("qwen38", 30, 64, tuple(range(30)))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -310,8 +310,8 @@ def test_two_processes_lose_none_of_each_others_counts(tmp_path: Path) -> None:
 NURSERY = """
 import os, sys
 from pathlib import Path
-from coli import usage
-from coli.usage import Shape, Usage
+from coli.experts import usage
+from coli.experts.usage import Shape, Usage
 usage.MEAN = 1 << 40
 path, shape = Path(sys.argv[1]), Shape("qwen38", 12, 64, tuple(range(12)))
 for _ in sys.stdin:

@@ -16,15 +16,15 @@ from typing import Any
 
 from coli import memory
 from coli.errors import DoesNotFit, ModelError, UsageError
-from coli.expert_reader import bounce_bytes
+from coli.experts.reader import bounce_bytes
 from coli.formats.readers import HEAD_READERS, reading_threads
 from coli.models.families import FAMILIES, Family
+from coli.planning.survey import Survey
 from coli.program.cpu import default_threads
 from coli.report import size
 from coli.settings import Settings
 from coli.speculation import lookup, vocabulary
 from coli.speculation.options import Speculation
-from coli.survey import Survey
 
 _SMALLEST_CONTEXT = 256  # worth proposing where a larger one does not fit
 

@@ -1,11 +1,10 @@
 """What a checkpoint's headers say that memory depends on: the half of a plan that no setting of size changes.
 
-Idea: `survey` reads names, shapes and dtypes once; `coli.plan.make_plan` turns a survey and a budget into numbers, as
-often as it is asked. Everything here is plain numbers but for the two `ExpertPlan`s, which say where the bytes lie and
-which only the engine that loads the model wants: a survey that comes out of the header cache (coli/header_cache.py)
-has none.
-What a survey depends on besides the files: `--trunk`, `--experts` and COLI_ACT, which choose what weights become.
-Guarded by tests/models/test_plan.py.
+Idea: `survey` reads names, shapes and dtypes once; `coli.planning.plan.make_plan` turns a survey and a budget into
+numbers, as often as it is asked. Everything here is plain numbers but for the two `ExpertPlan`s, which say where the
+bytes lie and which only the engine that loads the model wants: a survey that comes out of the header cache
+(coli/planning/header_cache.py) has none. What a survey depends on besides the files: `--trunk`, `--experts` and
+COLI_ACT, which choose what weights become. Guarded by tests/models/test_plan.py.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coli.errors import ModelError
-from coli.expert_plan import ExpertPlan, plan_experts
+from coli.experts.plan import ExpertPlan, plan_experts
 from coli.formats.checkpoint import Checkpoint
 from coli.kernels.blocked import BLOCKED
 from coli.models.base import never

@@ -21,9 +21,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from coli.errors import ColiError, ModelError
-from coli.expert_forms import NotFinite
-from coli.expert_reader import REQUEST
-from coli.expert_records import Fill, LayerExperts, Piece, layer_name
+from coli.experts.forms import NotFinite
+from coli.experts.reader import REQUEST
+from coli.experts.records import Fill, LayerExperts, Piece, layer_name
 from coli.formats.checkpoint import read_error
 from coli.formats.readers import SOMETIME, SOON, ReadPool, Task
 

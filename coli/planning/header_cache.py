@@ -28,14 +28,15 @@ from coli.formats import container, sidecar
 from coli.formats.checkpoint import CONVERSION, INDEX, Checkpoint
 from coli.formats.imagined import imagine, is_bare
 from coli.models.families import FAMILIES, family_of
+from coli.planning.survey import HeadSurvey, Survey, survey
 from coli.settings import ENGINES, Settings
-from coli.survey import HeadSurvey, Survey, survey
 
 FOLDER = "headers"  # in the cache folder
 MOST = 64  # surveys kept
 LIMIT = 1 << 20  # bytes of one; a real model's has some 5,000
 _ASKED = ("trunk", "experts", "act")  # settings that a survey depends on
-_SOURCES = (Path(__file__).parent, Path(__file__).parent / "formats", Path(__file__).parent / "models",
+_ROOT = Path(__file__).parents[1]
+_SOURCES = (_ROOT, *(_ROOT / room for room in ("experts", "formats", "models", "planning")),
             *map(Path, coli.kernels.__path__))  # fmt: skip
 _CONFIGS = ("config.json", container.MARK, sidecar.INDEX)  # their bytes count, whatever their times
 _LISTS = (INDEX, CONVERSION)

@@ -1,9 +1,9 @@
 """What the routed experts of a checkpoint will be in memory, settled before anything is allocated.
 
-Idea: `plan_experts` asks every layer for its record (coli/expert_records.py), from the checkpoint's own tensors or from
-a sidecar that has the bits asked for, and says in words what that is and what it costs. The plan's `nbytes` is what the
-budget divides by; the store (coli/experts.py) is built from the same plan. Reads headers only.
-Guarded by tests/formats/test_expert_forms.py, test_sidecar.py and tests/models/test_gguf_models.py.
+Idea: `plan_experts` asks every layer for its record (coli/experts/records.py), from the checkpoint's own tensors or
+from a sidecar that has the bits asked for, and says in words what that is and what it costs. The plan's `nbytes` is
+what the budget divides by; the store (coli/experts/store.py) is built from the same plan. Reads headers only. Guarded
+by tests/formats/test_expert_forms.py, test_sidecar.py and tests/models/test_gguf_models.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coli.errors import ModelError
-from coli.expert_forms import INTEGERS, REQUANTISED
-from coli.expert_records import LayerExperts, Sizes, has_experts, layer_experts, layer_name, trunk_layers
+from coli.experts.forms import INTEGERS, REQUANTISED
+from coli.experts.records import LayerExperts, Sizes, has_experts, layer_experts, layer_name, trunk_layers
 from coli.formats import sidecar
 from coli.formats.checkpoint import Checkpoint
 from coli.report import size

@@ -24,8 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coli.models.families import FAMILIES
-from coli.plan import Plan
-from coli.probe import Measured
+from coli.planning.plan import Plan
+from coli.planning.probe import Measured
 
 EFFICIENCY = 0.8
 SKEW = 0.5

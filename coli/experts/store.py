@@ -1,11 +1,11 @@
 """Routed experts: read from the checkpoint when a layer asks for them, kept in slots that all layers share.
 
-Idea: what a slot holds is the layer's `ExpertRecord` (coli/expert_records.py): gate, up and down in the kinds the
+Idea: what a slot holds is the layer's `ExpertRecord` (coli/experts/records.py): gate, up and down in the kinds the
 kernels multiply, each part on a 64-byte boundary. Layers whose records have one size share one `Slots`
-(coli/expert_slots.py) of `cap` slots a layer, so a layer that uses many experts gets more of them than one that uses
+(coli/experts/slots.py) of `cap` slots a layer, so a layer that uses many experts gets more of them than one that uses
 few. Kernels see two int64 arrays [layers, experts]: `table`, the address of an expert's slot or 0, and `stamp`, where
 they write the step an expert was last used in, one clock over all layers. `ensure` makes experts resident and evicts
-the ones used longest ago; all its misses are read together on a few threads (coli/expert_loads.py). `fill` and
+the ones used longest ago; all its misses are read together on a few threads (coli/experts/loads.py). `fill` and
 `prefetch` read in the background what may be wanted later.
 
 *Prompts.* A layer that asks for more experts in one forward than decoding does takes its own slots first, and what
@@ -29,11 +29,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 
 from coli.errors import UsageError
-from coli.expert_loads import Load, Loader, Reader, Why
-from coli.expert_plan import ExpertPlan, plan_experts
-from coli.expert_reader import ExpertReader
-from coli.expert_records import ExpertRecord, LayerExperts, Sizes
-from coli.expert_slots import Slots
+from coli.experts.loads import Load, Loader, Reader, Why
+from coli.experts.plan import ExpertPlan, plan_experts
+from coli.experts.reader import ExpertReader
+from coli.experts.records import ExpertRecord, LayerExperts, Sizes
+from coli.experts.slots import Slots
 from coli.formats.checkpoint import Checkpoint
 
 Ahead = Callable[[], tuple[int, Sequence[int]] | None]

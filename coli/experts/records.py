@@ -2,7 +2,7 @@
 
 Idea: a checkpoint spells experts in one of five ways; `find` settles which, and from then on an expert is three
 `Located` matrices (gate [I, H], up [I, H], down [H, I]) whose bytes have a place. A layer's `ExpertRecord` follows from
-their formats alone (coli/expert_forms.py), so layers of one file may differ: a Q4_K_M GGUF holds some of its down
+their formats alone (coli/experts/forms.py), so layers of one file may differ: a Q4_K_M GGUF holds some of its down
 matrices as Q6_K.
 
     fused        gate_up_proj [E, 2I, H], gate rows first, and down_proj [E, H, I]; block FP8 with `_scale_inv`
@@ -24,9 +24,9 @@ from functools import partial
 
 import numpy as np
 
-from coli import expert_forms as forms
 from coli.errors import ModelError
-from coli.expert_forms import BYTES, INTEGERS, KINDS, PAIRS, PLANAR, Matrix, Raw
+from coli.experts import forms
+from coli.experts.forms import BYTES, INTEGERS, KINDS, PAIRS, PLANAR, Matrix, Raw
 from coli.formats import container, ggml, sidecar
 from coli.formats.checkpoint import Checkpoint
 from coli.formats.fp8 import SCALE, block_size

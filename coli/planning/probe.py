@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 from coli import history
 from coli.errors import ColiError
-from coli.page_cache import drop
+from coli.experts.page_cache import drop
 
 _ALIGN = 4096  # a multiple of every disk's sectors
 _ARRAYS = 1 << 30  # bytes that all threads together stream through at most, several times the largest caches

@@ -6,7 +6,7 @@ difficult is settled here. Three options, all off by default:
     direct    O_DIRECT into an aligned buffer that every reading thread has, copied out from there (NumPy copies without
               the GIL). Whole sectors around the range are read. It takes a third of the processor time of a read that
               fills the page cache and is then dropped, and compute gets the rest
-    mirror    a second copy of the files (coli/mirror.py): a read goes where it would end sooner
+    mirror    a second copy of the files (coli/experts/mirror.py): a read goes where it would end sooner
     release   an expert is in memory once, in its slot: direct reads where the file system has them, and where not,
               what a read left in the page cache is dropped at once
 
@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from coli.experts.mirror import Choice, Copy, Original, open_mirror
+from coli.experts.page_cache import cached, declare_random, drop
 from coli.formats.checkpoint import Checkpoint, fill
-from coli.mirror import Choice, Copy, Original, open_mirror
-from coli.page_cache import cached, declare_random, drop
 
 __all__ = ["BOUNCE", "REQUEST", "SMALL", "ExpertReader", "bounce_bytes"]
 

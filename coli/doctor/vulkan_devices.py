@@ -1,7 +1,7 @@
 """Which Vulkan devices this machine has, asked of the loader through ctypes: no package, no device is opened.
 
 Idea: a loader and its drivers are foreign code that may crash or hang, so the question is put in a child process
-(`python -m coli.vulkan_devices LIBRARY...`), which answers with one line of JSON. Whatever ends the child is one
+(`python -m coli.doctor.vulkan_devices LIBRARY...`), which answers with one line of JSON. Whatever ends the child is one
 `DeviceError` that says so; a machine without a loader is an answer, `Vulkan(loader=None)`.
 Layout: Vulkan fills C structs whose size depends on no platform (64-bit pointers aside, which only the structs that go
 in have). Those that come out are bytes here, read at the offsets of the specification; each lies in more room than it
@@ -21,7 +21,7 @@ from ctypes import POINTER, byref, c_char_p, c_uint32, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from coli import child
+from coli.doctor import child
 from coli.errors import ColiError, DeviceError
 
 LIBRARIES = {

@@ -1,10 +1,9 @@
 """What `coli plan` says, as one document of plain values: `--json` prints it, commands/_plan_view.py draws it.
 
-Idea: nothing is reckoned for the report alone. Sizes are the plan's terms (coli/plan.py), what would be the case with
-another budget or with int4 experts is asked of `make_plan` again, speeds are `predict`'s. Bytes everywhere; keys are
-pinned by tests/cli/test_plan.py.
-`plans` has one entry a budget. One that does not fit has the terms of the least that would do and says what is missing,
-the rest of it is null or empty.
+Idea: nothing is reckoned for the report alone. Sizes are the plan's terms (coli/planning/plan.py), what would be the
+case with another budget or with int4 experts is asked of `make_plan` again, speeds are `predict`'s. Bytes everywhere;
+keys are pinned by tests/cli/test_plan.py. `plans` has one entry a budget. One that does not fit has the terms of the
+least that would do and says what is missing, the rest of it is null or empty.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from coli import cgroup, memory
 from coli.errors import DoesNotFit
 from coli.kernels.packing import packed_bytes
 from coli.models.families import FAMILIES
-from coli.plan import Plan, enough, make_plan
-from coli.predict import Prediction, Traffic, predict, traffic
-from coli.probe import Measured
+from coli.planning.plan import Plan, enough, make_plan
+from coli.planning.predict import Prediction, Traffic, predict, traffic
+from coli.planning.probe import Measured
+from coli.planning.survey import Survey
 from coli.report import count, size
 from coli.settings import Settings
 from coli.speculation.options import Speculation
-from coli.survey import Survey
 
 _UNBOUNDED = 1 << 60
 _HALVED = ("BF16", "F16")  # formats that int8 rows take about half of
@@ -231,7 +230,7 @@ def _smaller_experts(asked: Asked, plan: Plan) -> Iterator[str]:
 
 
 def _int4(survey: Survey) -> int:
-    """Bytes of an expert as int4, its parts on 64-byte boundaries (coli/expert_records.py)."""
+    """Bytes of an expert as int4, its parts on 64-byte boundaries (coli/experts/records.py)."""
     g = survey.geometry
     parts = (g.moe_inter, g.hidden), (g.moe_inter, g.hidden), (g.hidden, g.moe_inter)
     return sum(-(-packed_bytes("int4", n, k) // 64) * 64 for n, k in parts)
