@@ -1,7 +1,7 @@
 """The command line: which commands there are, and the one way in and out of the process.
 
 Every command's module imports nothing but Typer and its flags at the top, so `coli --help` costs Python, Typer and
-reading eight small files; engines, NumPy and Numba are imported by the command that needs them, when it runs. Help is
+reading a dozen small files; engines, NumPy and Numba are imported by the command that needs them, when it runs. Help is
 Typer's plain one: the rich form adds more start time than everything else together.
 Guarded by tests/cli/test_app.py (start time, and that no heavy module is loaded by help).
 """

@@ -39,7 +39,7 @@ _ROOT = Path(__file__).parents[1]
 _SOURCES = (_ROOT, *(_ROOT / room for room in ("experts", "formats", "models", "planning")),
             *map(Path, coli.kernels.__path__))  # fmt: skip
 _CONFIGS = ("config.json", container.MARK, sidecar.INDEX)  # their bytes count, whatever their times
-_LISTS = (INDEX, CONVERSION)
+_LISTS = (INDEX, CONVERSION, "tokenizer.json")
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 

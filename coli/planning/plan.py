@@ -185,7 +185,7 @@ def _terms(survey: Survey, settings: Settings, family: Family, *, ctx: int, thre
         readers = reading_threads(threads) + (HEAD_READERS if head and survey.head and survey.head.slot else 0)
     drafts = Speculation.of(settings) if head else replace(Speculation.of(settings), mtp=False)
     return memory.Terms(
-        process=memory.PROCESS, tokenizer=g.vocab * memory.TOKEN_BYTES, dense=sum(survey.dense.values()),
+        process=memory.PROCESS, tokenizer=survey.tokens * memory.TOKEN_BYTES, dense=sum(survey.dense.values()),
         kv=ctx * spec.kv_bytes_per_token(), recurrent=spec.recurrent_bytes() + spec.ring_bytes(),
         workspace=family.workspace_bytes(g, limit=limit, ctx=ctx, threads=threads, codes=survey.codes),
         undo=spec.undo_bytes(settings.undo, drafts.deepest), snapshots=snapshots * snapshot,

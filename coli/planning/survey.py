@@ -10,6 +10,7 @@ COLI_ACT, which choose what weights become. Guarded by tests/models/test_plan.py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class HeadSurvey:
 @dataclass(frozen=True)
 class Survey:
     """`dense`: resident bytes of the trunk's dense weights by format, the largest first; `slots`: bytes of an expert,
-    by trunk layer with experts; `codes`: kinds of int8 codes that activations are made into.
+    by trunk layer with experts; `codes`: kinds of int8 codes that activations are made into; `tokens`: that the
+    tokenizer knows, at most.
 
     `head` is None without a sound one; `no_head` says then what is wrong and what to do."""
 
@@ -52,6 +54,7 @@ class Survey:
     format: str
     notes: tuple[str, ...]
     codes: int
+    tokens: int
     has_head: bool
     head: HeadSurvey | None
     no_head: tuple[str, str]
@@ -80,8 +83,8 @@ def survey(checkpoint: Checkpoint, family: Family, geometry: Any, settings: Sett
         engine=family.name, path=checkpoint.folder, nbytes=checkpoint.nbytes, geometry=geometry,
         dense=_sorted(dense_formats(checkpoint, geometry, family.int8_rows if settings.trunk_int8 else never)),
         slots=tuple(layer.record.nbytes for layer in experts.layers), format=experts.format, notes=experts.notes,
-        codes=_codes(checkpoint, experts, settings), has_head=any(name.startswith("mtp.") for name in checkpoint),
-        head=head, no_head=no_head, experts=experts,
+        codes=_codes(checkpoint, experts, settings), tokens=_tokens(checkpoint, geometry.vocab),
+        has_head=any(name.startswith("mtp.") for name in checkpoint), head=head, no_head=no_head, experts=experts,
     )  # fmt: skip
 
 
@@ -104,6 +107,13 @@ def _codes(checkpoint: Checkpoint, experts: ExpertPlan, settings: Settings) -> i
     kinds |= {tensor.dtype.lower() for tensor in checkpoint.tensors.values()}
     kinds |= {"int8"} if settings.trunk_int8 else set()
     return len({"int4", "int8"} & kinds) + bool(kinds & BLOCKED.keys())
+
+
+def _tokens(checkpoint: Checkpoint, vocab: int) -> int:
+    """No more than the model has, and no more than its tokenizer.json can spell, in 16 bytes each and more."""
+    with suppress(OSError):
+        return min(vocab, (checkpoint.folder / "tokenizer.json").stat().st_size // 16)
+    return vocab
 
 
 def _sorted(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """Every bar of the speed, one after another: `make bench`, or `python -m tests.bench [--quick] [--folder DIR]`.
 
-Start-up, prompt lookup, GEMV kernels, a head's listed rows, DeltaNet, then a whole decode step of the real per-layer
-geometry with all experts resident (4 layers: 14 GB of memory, 3 GB of disk; `--quick` leaves that one out, `--folder`
-keeps its checkpoint). Wants a quiet machine with two free cores. The last line is JSON.
+Start-up, `coli plan` of a large checkpoint, prompt lookup, GEMV kernels, a head's listed rows, DeltaNet, then a whole
+decode step of the real per-layer geometry with all experts resident (4 layers: 14 GB of memory, 3 GB of disk) and one
+with experts from disk (6 GB; `--quick` leaves both out, `--folder` keeps the first one's checkpoint). Wants a quiet
+machine with two free cores. The last line is JSON. By hand: tests.bench.peer (llama.cpp), prefetch, cgroup (as root).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from tests.bench import decode, deltanet, gemv, listed, lookup, startup
+from tests.bench import decode, deltanet, gemv, listed, lookup, plan_speed, startup, streaming
 
 
 def main() -> None:
@@ -22,6 +23,9 @@ def main() -> None:
     args = parser.parse_args()
     found: dict[str, object] = {"startup": startup.run()}
     print(json.dumps(found), flush=True)
+    with tempfile.TemporaryDirectory(prefix="coli-plan-") as temporary:
+        found["plan"] = plan_speed.run(Path(temporary) / "model", False, 5)
+    print(json.dumps(found["plan"]), flush=True)
     found["lookup"] = lookup.run()
     print(json.dumps(found["lookup"]), flush=True)
     found["gemv"] = gemv.run()
@@ -35,6 +39,8 @@ def main() -> None:
             folder = args.folder or Path(temporary)
             found["decode"] = decode.run(folder, rival=True)
             found["decode_int8_trunk"] = decode.run(folder, trunk_int8=True)
+        with tempfile.TemporaryDirectory(prefix="coli-bench-") as temporary:
+            found["streaming"] = streaming.run(Path(temporary))
     print(json.dumps(found))
 
 
