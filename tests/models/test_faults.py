@@ -260,7 +260,7 @@ def test_the_engine_tells_its_reader_what_was_wished(tmp_path):
         assert not engine.reader._release
     with opened(model, cap=8, page_cache="drop", direct=True, mirror=tmp_path / "mirror") as engine:
         assert engine.reader._release and engine.reader._wished
-        assert any("none can be read from" in note for note in engine.notes)
+        assert any("none of the mirror" in note for note in engine.notes)
         engine.reader.say("later")
         assert "later" in engine.notes
     dense = write_tiny36(tmp_path / "dense", tiny36_config("qwen3_5_text"), dtype="BF16", mtp=False)
