@@ -139,12 +139,11 @@ def _fit(
     terms = _terms(survey, settings, family, ctx=ctx, threads=threads, limit=limit, head=head, snapshots=snapshots)
     slot = survey.head.slot if head and survey.head else 0
     each = survey.slot + (0 if own else slot)
-    whole = {"auto": True, "keep": True, "drop": False}[settings.page_cache] and not settings.direct
-    if whole:  # experts that are read once, or left in the page cache, need no buffers to be read past it
-        unread = replace(terms, reading=0)
-        fits = _slots(unread, budget, each, own * slot)
-        whole = settings.page_cache == "keep" or min(settings.cap or g.experts, fits) >= g.experts
-        terms = unread if whole else terms
+    if not (settings.direct or settings.page_cache == "drop"):
+        # experts that are all kept are read once, and through the page cache: no buffers to read past it
+        without = replace(terms, reading=0)
+        every = min(settings.cap or g.experts, _slots(without, budget, each, own * slot)) >= g.experts
+        terms = without if every or settings.page_cache == "keep" else terms
     fits = _slots(terms, budget, each, own * slot)
     if fits < 1:
         raise _too_small(terms, settings, budget, each, own * slot)
