@@ -39,13 +39,11 @@ def info(
 def describe(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint as plain JSON values. Raises ModelError for one that would not load."""
     from coli.formats.checkpoint import Checkpoint
-    from coli.models import families
     from coli.models.describe import describe as describe_checkpoint
+    from coli.models.families import identify
 
     with Checkpoint.open(path) as checkpoint:
-        family = families.family_of(checkpoint)
-        geometry = family.geometry(checkpoint.config, checkpoint.config_path)
-        family.check(checkpoint, geometry)
+        family, geometry = identify(checkpoint)
         found = describe_checkpoint(checkpoint, geometry, family.name)
         return {
             "path": str(path),

@@ -85,6 +85,19 @@ QWEN36 = Family(
 FAMILIES = (QWEN38, QWEN36)
 
 
+def family_named(name: str) -> Family:
+    """The family of this engine. Raises KeyError."""
+    return {family.name: family for family in FAMILIES}[name]
+
+
+def identify(checkpoint: Checkpoint) -> tuple[Family, Any]:
+    """(family, geometry) of a checkpoint that passes its family's check. Raises ModelError."""
+    family = family_of(checkpoint)
+    geometry = family.geometry(checkpoint.config, checkpoint.config_path)
+    family.check(checkpoint, geometry)
+    return family, geometry
+
+
 def family_of(checkpoint: Checkpoint) -> Family:
     """Raises ModelError for a model type that no engine runs."""
     kind = checkpoint.config.get("model_type")

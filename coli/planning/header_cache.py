@@ -27,7 +27,7 @@ from coli.errors import ColiError
 from coli.formats import container, sidecar
 from coli.formats.checkpoint import CONVERSION, INDEX, Checkpoint
 from coli.formats.imagined import imagine, is_bare
-from coli.models.families import FAMILIES, family_of
+from coli.models.families import family_named, identify
 from coli.planning.survey import HeadSurvey, Survey, survey
 from coli.settings import ENGINES, Settings
 
@@ -74,9 +74,7 @@ def folder(settings: Settings) -> Path | None:
 
 
 def _survey(checkpoint: Checkpoint, settings: Settings) -> Survey:
-    family = family_of(checkpoint)
-    geometry = family.geometry(checkpoint.config, checkpoint.config_path)
-    family.check(checkpoint, geometry)
+    family, geometry = identify(checkpoint)
     return survey(checkpoint, family, geometry, settings.resolve(family.name))
 
 
@@ -197,7 +195,6 @@ def _fields(value: Any, *left_out: str) -> dict[str, Any]:
 
 def _built(plain: dict[str, Any], path: Path) -> Survey:
     values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in plain.items()}
-    family = {family.name: family for family in FAMILIES}[values["engine"]]
-    geometry = family.geometry(values.pop("config"), path)
+    geometry = family_named(values["engine"]).geometry(values.pop("config"), path)
     head = values.pop("head")
     return Survey(path=path, geometry=geometry, head=None if head is None else HeadSurvey(**head), **values)

@@ -18,7 +18,6 @@ from coli import memory
 from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.experts.reader import bounce_bytes
 from coli.formats.readers import HEAD_READERS, reading_threads
-from coli.models.families import FAMILIES, Family
 from coli.planning.survey import Survey
 from coli.program.cpu import default_threads
 from coli.report import size
@@ -133,10 +132,9 @@ def _fit(
 ) -> Plan:
     """The plan with or without the head; `own`: experts the head keeps, 0 for as many as a layer. Raises DoesNotFit."""
     g = survey.geometry
-    family = next(family for family in FAMILIES if family.name == survey.engine)
     ctx, threads = context(settings, g), settings.threads or default_threads()
     limit = min(settings.prefill_chunk, ctx)
-    terms = _terms(survey, settings, family, ctx=ctx, threads=threads, limit=limit, head=head, snapshots=snapshots)
+    terms = _terms(survey, settings, ctx=ctx, threads=threads, limit=limit, head=head, snapshots=snapshots)
     slot = survey.head.slot if head and survey.head else 0
     each = survey.slot + (0 if own else slot)
     if not (settings.direct or settings.page_cache == "drop"):
@@ -165,9 +163,11 @@ def _slots(terms: memory.Terms, budget: int, each: int, own: int) -> int:
     return left // each if each else int(left >= 0)
 
 
-def _terms(survey: Survey, settings: Settings, family: Family, *, ctx: int, threads: int, limit: int, head: bool,
-           snapshots: int) -> memory.Terms:  # fmt: skip
-    g, spec = survey.geometry, family.state_spec(survey.geometry)
+def _terms(
+    survey: Survey, settings: Settings, *, ctx: int, threads: int, limit: int, head: bool, snapshots: int
+) -> memory.Terms:
+    g, family = survey.geometry, survey.family
+    spec = family.state_spec(g)
     head_spec = family.head_spec(g) if head else None
     snapshot = spec.snapshot_bytes(ctx)
     heads = {}

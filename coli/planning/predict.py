@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coli.models.families import FAMILIES
 from coli.planning.plan import Plan
 from coli.planning.probe import Measured
 
@@ -72,7 +71,7 @@ class Prediction:
 def traffic(plan: Plan) -> Traffic:
     """What a token of this plan moves."""
     survey, g = plan.survey, plan.survey.geometry
-    spec = next(family for family in FAMILIES if family.name == survey.engine).state_spec(g)
+    spec = survey.family.state_spec(g)
     experts = g.top_k * survey.slot if survey.slots else 0
     missed = round(experts * (1 - plan.residency))
 

@@ -15,7 +15,6 @@ from typing import Any
 from coli import cgroup, memory
 from coli.errors import DoesNotFit
 from coli.kernels.packing import packed_bytes
-from coli.models.families import FAMILIES
 from coli.planning.plan import Plan, enough, make_plan
 from coli.planning.predict import Prediction, Traffic, predict, traffic
 from coli.planning.probe import Measured
@@ -90,7 +89,7 @@ def _experts(survey: Survey) -> dict[str, Any] | None:
 
 
 def _context(survey: Survey, plan: Plan) -> dict[str, Any]:
-    family = _family(survey)
+    family = survey.family
     head = family.head_spec(survey.geometry).kv_bytes_per_token() if plan.head else 0
     spec = family.state_spec(survey.geometry)
     return {"positions": plan.ctx, "most_positions": survey.geometry.max_context,
@@ -99,7 +98,7 @@ def _context(survey: Survey, plan: Plan) -> dict[str, Any]:
 
 
 def _undo(survey: Survey, settings: Settings, plan: Plan) -> dict[str, Any]:
-    spec, drafts = _family(survey).state_spec(survey.geometry), Speculation.of(settings)
+    spec, drafts = survey.family.state_spec(survey.geometry), Speculation.of(settings)
     deepest = replace(drafts, mtp=drafts.mtp and plan.head).deepest
     return {"kind": settings.undo, "drafts": deepest, "bytes": plan.terms.undo,
             "slot_bytes": spec.recurrent_bytes(), "snapshot_bytes": spec.snapshot_bytes(plan.ctx)}  # fmt: skip
@@ -234,7 +233,3 @@ def _int4(survey: Survey) -> int:
     g = survey.geometry
     parts = (g.moe_inter, g.hidden), (g.moe_inter, g.hidden), (g.hidden, g.moe_inter)
     return sum(-(-packed_bytes("int4", n, k) // 64) * 64 for n, k in parts)
-
-
-def _family(survey: Survey) -> Any:
-    return next(family for family in FAMILIES if family.name == survey.engine)

@@ -20,7 +20,7 @@ from coli.experts.plan import ExpertPlan, plan_experts
 from coli.formats.checkpoint import Checkpoint
 from coli.kernels.blocked import BLOCKED
 from coli.models.base import never
-from coli.models.families import Family
+from coli.models.families import Family, family_named
 from coli.models.layout import HEAD, dense_formats, head_formats
 from coli.settings import Settings
 
@@ -59,6 +59,10 @@ class Survey:
     head: HeadSurvey | None
     no_head: tuple[str, str]
     experts: ExpertPlan | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def family(self) -> Family:
+        return family_named(self.engine)
 
     @property
     def slot(self) -> int:
