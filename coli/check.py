@@ -9,6 +9,7 @@ Guarded by tests/cli/test_speculation.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coli.engine import Engine
-from coli.report import RunReport
 from coli.session import Request, Session
 from coli.speculation.options import Speculation
 
@@ -50,11 +50,10 @@ class Difference:
 
 
 def check(
-    engine: Engine, request: Request, report: RunReport, last_logits: Floats | None, seed: int | None
+    engine: Engine, request: Request, ids: Sequence[int], last_logits: Floats | None, seed: int | None
 ) -> Difference | None:
-    """None when plain decoding gives the tokens of `report` and `last_logits`. `seed`: of the sampler that drew them,
-    None when greedy. The session that answered must be at rest."""
-    ids = report.token_ids
+    """None when plain decoding picks `ids` with `last_logits`. `seed`: of the sampler that drew them, None when greedy.
+    The session that answered must be at rest."""
     if not ids or last_logits is None:
         return None
     mine = last_logits.tobytes()  # now: the replay computes into the same buffers
@@ -75,8 +74,8 @@ def replay(engine: Engine, request: Request, tokens: int) -> tuple[tuple[int, ..
     session = Session(engine, Speculation.off())
     for _ in session.generate(replace(request, max_tokens=tokens)):
         pass  # the text is known
-    assert session.report is not None and session.last_logits is not None
-    return session.report.token_ids, session.last_logits.copy()
+    assert session.last_logits is not None
+    return session.picked_ids, session.last_logits.copy()
 
 
 def _lead(logits: Floats, token: int) -> float:

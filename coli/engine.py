@@ -30,7 +30,7 @@ from coli.models import find
 from coli.models.base import Weights, never
 from coli.models.families import Family, family_of
 from coli.models.head import DraftHead
-from coli.planning.plan import Plan, make_plan
+from coli.planning.plan import Plan, Sequences, make_plan
 from coli.planning.survey import HeadSurvey, Survey, survey
 from coli.program.cache import Kernels
 from coli.program.cpu import Team, default_threads, usable_cpus
@@ -52,7 +52,7 @@ class Engine:
         self.checkpoint, self.family, self.name, self.plan = checkpoint, family, family.name, plan
         self.settings, self.geometry, self.model_path = plan.settings, plan.survey.geometry, checkpoint.folder
         self.ctx, self.threads, self.limit, self.cap = plan.ctx, plan.threads, plan.limit, plan.cap
-        self.terms = plan.terms
+        self.terms, self.snapshot_bytes = plan.terms, plan.snapshot  # of one prefix or pin, at most
         self.notes: list[str] = no_effect(self.settings, self.name)
         self.say: Callable[[str], None] = self.notes.append  # is given what happens later, when it happens
         if self.threads > usable_cpus():
@@ -77,8 +77,10 @@ class Engine:
         self.load_s = time.perf_counter() - start
 
     @classmethod
-    def open(cls, settings: Settings, on_progress: Progress | None = None) -> Engine:
-        """Raises ModelError, DoesNotFit or UsageError; nothing stays open then."""
+    def open(cls, settings: Settings, on_progress: Progress | None = None, *, slots: int = 1, snapshots: int = 0,
+             server: bool = False) -> Engine:  # fmt: skip
+        """Memory is planned for `slots` sequences at a time, which keep `snapshots` of prefixes and pins between them,
+        and for a `server` in this process. Raises ModelError, DoesNotFit or UsageError; nothing stays open then."""
         start, held = time.perf_counter(), memory.resident()
         path = find.find(settings.model)
         with ExitStack() as opened:
@@ -87,7 +89,8 @@ class Engine:
             settings = settings.resolve(family.name)
             geometry = family.geometry(checkpoint.config, checkpoint.config_path)
             family.check(checkpoint, geometry)
-            plan = _planned(survey(checkpoint, family, geometry, settings), settings)
+            surveyed, sequences = survey(checkpoint, family, geometry, settings), Sequences(slots, snapshots, server)
+            plan = _planned(surveyed, settings, sequences)
             engine = cls(checkpoint, family, plan, on_progress, start, held)
             opened.pop_all()
             return engine
@@ -244,11 +247,12 @@ class Engine:
         self.close()
 
 
-def _planned(surveyed: Survey, settings: Settings) -> Plan:
+def _planned(surveyed: Survey, settings: Settings, sequences: Sequences) -> Plan:
     """The plan for --ram, or for as much of it as there is; raises as `make_plan`."""
-    budget, notes = memory.granted(settings.ram) if settings.ram else (None, [])
+    own = memory.PROCESS + memory.SERVER * sequences.server
+    budget, notes = memory.granted(settings.ram, own) if settings.ram else (None, [])
     try:
-        plan = make_plan(surveyed, settings, budget)
+        plan = make_plan(surveyed, settings, budget, sequences)
     except DoesNotFit as error:
         raise DoesNotFit("; ".join([*notes, error.what]), error.where, error.hint) from None
     return replace(plan, notes=(*notes, *plan.notes))

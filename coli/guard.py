@@ -99,7 +99,7 @@ class Guard:
         self.budget, self.caches, self.given = budget, tuple(caches), 0
         slow = terms.kv + terms.head_kv + terms.snapshots + terms.lookup  # grow with the answer, a token at a time
         self._soon = terms.total - slow
-        self._others = max(0, (held or 0) - terms.process)
+        self._others = max(0, (held or 0) - terms.process - terms.server)
         self._margin = max(budget * 3 // 100, 64 << 20)
         self._say, self._read, self._clock = say, read or Meter(), clock
         self._due = -math.inf if on else math.inf

@@ -16,15 +16,16 @@ import psutil
 from coli import cgroup
 
 # Measured (tests/models/test_plan_reality.py): interpreter, NumPy, LLVM's loader, compiled kernels; what the tokenizers
-# package keeps of a byte-level BPE of 64,000 to 248,000 tokens, for each.
-PROCESS, TOKEN_BYTES = 120_000_000, 800
+# package keeps of a byte-level BPE of 64,000 to 248,000 tokens, for each; what a server needs besides: uvicorn,
+# starlette, pydantic, its models and routes, the metrics.
+PROCESS, TOKEN_BYTES, SERVER = 120_000_000, 800, 40_000_000
 _SHARE = 0.88
 
 NAMES = {
-    "process": "interpreter and libraries", "tokenizer": "tokenizer", "dense": "dense weights",
+    "process": "interpreter and libraries", "server": "server", "tokenizer": "tokenizer", "dense": "dense weights",
     "experts": "expert cache", "kv": "K/V of the context", "recurrent": "recurrent state", "workspace": "workspace",
     "undo": "undo of a verify", "snapshots": "prefix snapshots and pins", "reading": "reading past the page cache",
-    "lookup": "index of prompt lookup",
+    "lookup": "index of prompt lookup", "logits": "logits of answers under way",
     "head": "draft head's weights", "head_experts": "draft head's experts", "head_kv": "draft head's K/V",
     "head_workspace": "draft head's workspace", "vocabulary": "draft vocabulary",
 }  # fmt: skip
@@ -33,7 +34,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Terms:
-    """Bytes of every kind of resident memory but the expert caches."""
+    """Bytes of every kind of resident memory but the expert caches, of all slots together."""
 
     process: int
     tokenizer: int
@@ -45,6 +46,8 @@ class Terms:
     snapshots: int  # states of prefixes and pins
     reading: int  # what experts are read through past the page cache, a piece a thread
     lookup: int  # the index of prompt lookup, of a whole context
+    logits: int  # rows that an answer keeps for itself while others are computed
+    server: int = 0  # what serves HTTP
     head: int = 0  # the draft head's dense weights
     head_kv: int = 0
     head_workspace: int = 0
@@ -80,10 +83,10 @@ def default_budget() -> int:
     return int(_SHARE * available())
 
 
-def granted(asked: int) -> tuple[int, list[str]]:
+def granted(asked: int, own: int = PROCESS) -> tuple[int, list[str]]:
     """(the budget for a wish of `asked` bytes, notes): no more than what is there. What this process already holds of
-    its own term is not missing."""
-    mine = min(PROCESS, resident())
+    its `own` terms is not missing."""
+    mine = min(own, resident())
     there = available() + mine
     most = there - reserve(there)  # whatever is asked: who asks for more never gets less
     if asked <= most:

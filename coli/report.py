@@ -64,7 +64,9 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunReport:
-    """One answer. `finish_reason` is "stop", "length" or "cancelled"; `speculation` is None for plain decoding."""
+    """One answer. `finish_reason` is "stop", "length" or "cancelled"; `speculation` is None for plain decoding;
+    `cached_tokens`: of the prompt, that did not have to be read; `token_ids`: those whose text begins before the cut of
+    a stop string, and the stop token that ended it; `stop`: the stop string that ended it."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -76,6 +78,8 @@ class RunReport:
     experts: Experts
     model: ModelFacts
     speculation: SpeculationReport | None = None
+    cached_tokens: int = 0
+    stop: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The document of `coli run --json`."""
@@ -83,6 +87,7 @@ class RunReport:
             "text": self.text,
             "token_ids": list(self.token_ids),
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
             "finish_reason": self.finish_reason,
             "timings": asdict(self.timings),

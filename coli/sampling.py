@@ -1,6 +1,7 @@
 """Logits to one token: penalties, temperature, filters, one draw.
 
 Order, always the same:
+  0. bias, mask   l + bias of a token the caller favours; -inf for tokens that a grammar does not allow here
   1. penalties    on every token already seen, logit l:
                     repetition r  l/r if l > 0 else l*r   over prompt and answer  (CTRL, arXiv 1909.05858; transformers)
                     frequency f   l - f*count             over the answer only    (OpenAI's API reference; vLLM)
@@ -62,8 +63,13 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None  # None: a random one, see Sampler.seed
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, -100 to 100), added to its logit
 
     def __post_init__(self) -> None:
+        for token, bias in self.logit_bias:
+            if type(token) is not int or token < 0 or not _is_real(bias) or abs(bias) > 100:
+                raise UsageError(f"logit_bias of {token!r} is {bias!r}, give a token id and a number from -100 to 100",
+                                 "logit_bias")  # fmt: skip
         for name, (low, high, closed) in _RANGES.items():
             value = getattr(self, name)
             if not _is_real(value) or not (low <= value <= high) or (value == low and not closed):
@@ -108,16 +114,24 @@ class Sampler:
             self.seed = int.from_bytes(os.urandom(6)) if sampling.seed is None else sampling.seed  # 48 bits: JSON safe
             self._generator = np.random.Generator(np.random.PCG64(self.seed))
         self._history = _History(vocab, self.prompt_ids) if sampling.penalised else None
+        wrong = next((token for token, _ in sampling.logit_bias if token >= vocab), None)
+        if wrong is not None:
+            raise UsageError(f"logit_bias names token {wrong}, the vocabulary ends at {vocab - 1}", "logit_bias")
+        self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
+        self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
 
-    def pick(self, logits: Floats) -> int:
-        """The next token from float32 logits [vocab], which are left as they are; it joins the history.
+    def pick(self, logits: Floats, allowed: NDArray[np.bool_] | None = None) -> int:
+        """The next token from float32 logits [vocab], which are left as they are; it joins the history. `allowed`
+        [vocab]: the others are out of question.
 
         Raises NonFinite when the logits, penalties applied, hold a NaN or their maximum is infinite; nothing is drawn
         or recorded then. -inf for single tokens is fine: it bans them.
         """
         if logits.shape != (self.vocab,):
             raise ValueError(f"logits have shape {logits.shape}, the sampler was made for ({self.vocab},)")
-        scores = logits if self._history is None else self._history.penalise(logits, self.sampling)
+        scores = self._steered(logits, allowed)
+        if self._history is not None:
+            scores = self._history.penalise(scores, self.sampling)
         best = int(np.argmax(scores))  # numpy lets a NaN win, and the lowest id on a tie
         if not math.isfinite(scores[best]):
             raise NonFinite(f"the logit of token {best} is {scores[best]}", f"token {len(self.emitted)} of the answer",
@@ -127,6 +141,16 @@ class Sampler:
         if self._history is not None:
             self._history.add(token)
         return token
+
+    def _steered(self, logits: Floats, allowed: NDArray[np.bool_] | None) -> Floats:
+        """Step 0, on a copy where there is anything to do."""
+        if allowed is None and not len(self._biased):
+            return logits
+        scores = logits.copy()
+        np.add.at(scores, self._biased, self._biases)
+        if allowed is not None:
+            scores[~allowed] = -np.inf
+        return scores
 
     def state(self) -> SamplerState:
         """A copy to go back to with `restore`."""

@@ -15,13 +15,17 @@ the text "abcd" ends before "bc": nobody knows whether the d will come. Of "ab" 
 
 Control tokens add nothing to the text, so a stop that is the spelling of one ("<|im_end|>") is matched by its id.
 
-Invariant: the joined pieces, flush included, equal the whole text cut at its stop, however it was split
-(tests/text/test_text_stream.py, Hypothesis against a plain reference).
+A token is *delivered* once all its characters are given out. Where a stop cuts the text, so are the tokens: those that
+begin before the cut were delivered, the others never are. Ids, log-probabilities and usage end there too.
+
+Invariant: the joined pieces, flush included, equal the whole text cut at its stop, however it was split; the delivered
+tokens are those that begin before the cut (tests/text/test_text_stream.py, Hypothesis against a plain reference).
 """
 
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -66,11 +70,19 @@ class TextStream:
             raise UsageError("a stop string is empty", "stop", "leave it out")
         self._vocabulary = tokenizer
         self._stops = [_Stop(text) for text in stops]
-        self._stop_ids = {tokenizer.token_id(text) for text in stops} & tokenizer.special_ids
+        named = {tokenizer.token_id(text): text for text in stops}
+        self._stop_ids = {i: text for i, text in named.items() if i in tokenizer.special_ids}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # may still become a stop
         self._pieces: list[str] = []
-        self.stopped = False
+        self._spans: deque[tuple[int, int]] = deque()  # characters of the tokens not delivered yet: first, end
+        self._read = self._given = 0  # characters
+        self.stop: str | None = None  # the stop string that ended the text
+        self.delivered = 0  # tokens, counted from the first
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     @property
     def text(self) -> str:
@@ -79,35 +91,52 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that is now safe to show, often empty. Nothing comes after a stop."""
-        if token_id in self._stop_ids and not self.stopped:
+        if self.stopped:
+            return ""
+        if token_id in self._stop_ids:
             piece = self.flush()
-            self.stopped = True
+            if not self.stopped:
+                self.stop = self._stop_ids[token_id]
             return piece
-        return self._route(self._decoder.decode(self._vocabulary.text_bytes(token_id)))
+        fresh = self._decoder.decode(self._vocabulary.text_bytes(token_id))
+        first, self._read = self._read, self._read + len(fresh)
+        unfinished = bool(self._decoder.getstate()[0])  # its bytes belong to the character that comes next
+        self._spans.append((first, self._read + unfinished))
+        return self._deliver(self._route(fresh))
 
     def flush(self) -> str:
         """The end of the answer: what was held back, through the same router. A second call gives nothing."""
-        piece = self._route(self._decoder.decode(b"", final=True))
+        fresh = self._decoder.decode(b"", final=True)
+        self._read += len(fresh)
+        piece = self._route(fresh)
         if self.stopped:
-            return piece
+            return self._deliver(piece)
         held, self._held = self._held, ""
         for stop in self._stops:
             stop.state = 0
         self._pieces.append(held)
-        return piece + held
+        return self._deliver(piece + held, end=True)
+
+    def _deliver(self, piece: str, *, end: bool = False) -> str:
+        """Count the tokens that `piece` completes; at a stop those that begin before it."""
+        self._given += len(piece)
+        while self._spans:
+            first, last = self._spans[0]
+            if not (end or (first < self._given if self.stopped else last <= self._given)):
+                break
+            self._spans.popleft()
+            self.delivered += 1
+        return piece
 
     def _route(self, fresh: str) -> str:
         if self.stopped or not fresh:
             return ""
         pending = self._held + fresh
         for place, character in enumerate(fresh, len(self._held) + 1):
-            longest = 0
-            for stop in self._stops:
-                state = stop.step(character)
-                if state == len(stop.text):
-                    self.stopped, longest = True, max(longest, state)
-            if self.stopped:
-                return self._give(pending[: place - longest], "")
+            complete = [stop.text for stop in self._stops if stop.step(character) == len(stop.text)]
+            if complete:
+                self.stop = max(complete, key=len)
+                return self._give(pending[: place - len(self.stop)], "")
         waiting = max((stop.state for stop in self._stops), default=0)
         return self._give(pending[: len(pending) - waiting], pending[len(pending) - waiting :])
 

@@ -33,7 +33,7 @@ def _facts(document: dict[str, Any]) -> list[str]:
         "model": f"{model['path']} ({size(model['bytes'])}{imagined}), engine {model['engine']}",
         "weights": f"dense {_formats(document['dense'])}",
         "experts": _experts(document["experts"]),
-        "context": _context(document["context"]),
+        "context": _context(document["context"], document["slots"]),
         "undo": _undo(document["undo"], document["snapshots"]),
         "draft head": _head(document["head"]),
         "speeds": _machine(document["machine"], document["threads"]),
@@ -55,11 +55,11 @@ def _experts(experts: dict[str, Any] | None) -> str:
             f"{experts['used']} a layer")  # fmt: skip
 
 
-def _context(context: dict[str, Any]) -> str:
+def _context(context: dict[str, Any], slots: int) -> str:
     head = f" and {size(context['head_token_bytes'])} of the draft head" if context["head_token_bytes"] else ""
     return (f"{context['positions']:,} of at most {context['most_positions']:,} positions, "
             f"{size(context['token_bytes'])} each{head}; "
-            f"recurrent state {size(context['recurrent_bytes'])}")  # fmt: skip
+            f"recurrent state {size(context['recurrent_bytes'])}{f', in {slots} slots' if slots > 1 else ''}")
 
 
 def _undo(undo: dict[str, Any], snapshots: int) -> str:

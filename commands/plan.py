@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from coli.commands._output import Output
+    from coli.planning.plan import Sequences
     from coli.planning.probe import Measured
     from coli.planning.report import Asked
     from coli.planning.survey import Survey
@@ -47,9 +48,13 @@ def plan(
         typer.Option("--weights", metavar="FORMAT", help="Of a bare config.json: the format that the weights would "
                      "have: bf16, fp8, q8_0, q4_0, q4_k_m, int4-g64 [as the config says]."),
     ] = None,
+    slots: Annotated[
+        int | None, typer.Option("--slots", metavar="N", min=1, max=16, help="Plan for `coli serve` with these slots.")
+    ] = None,
     snapshots: Annotated[
-        int, typer.Option("--snapshots", metavar="N", min=0, help="States of prefixes and pins that a server keeps.")
-    ] = 0,
+        int | None, typer.Option("--snapshots", metavar="N", min=0, help="States of prefixes and pins that are kept "
+                                 "in all [0; 8 a slot of a server].")
+    ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure disk and memory now, about two seconds, and keep the figures.")
     ] = False,
@@ -79,7 +84,7 @@ def plan(
     out.lines(warnings)
     if settings.model is None:
         out.note(_options.NO_MODEL)
-    document = report(_asked(settings, budgets, weights, snapshots, out, measure=probe))
+    document = report(_asked(settings, budgets, weights, _sequences(slots, snapshots), out, measure=probe))
     if json:
         out.document(document)
     else:
@@ -103,8 +108,17 @@ def _budgets(ram: str | None) -> list[int]:
         raise UsageError(f"{ascii(ram)} is out of range", "--ram", hint) from None
 
 
+def _sequences(slots: int | None, snapshots: int | None) -> Sequences:
+    """Without `slots` those of a run."""
+    from coli.planning.plan import Sequences
+
+    if slots is None:
+        return Sequences(snapshots=snapshots or 0)
+    return Sequences.served(slots) if snapshots is None else Sequences(slots, snapshots, server=True)
+
+
 def _asked(
-    settings: Settings, budgets: list[int], weights: str | None, snapshots: int, out: Output, *, measure: bool
+    settings: Settings, budgets: list[int], weights: str | None, sequences: Sequences, out: Output, *, measure: bool
 ) -> Asked:
     """What the report is asked, the model surveyed and the machine measured (or what was kept of it)."""
     from coli import memory
@@ -129,7 +143,7 @@ def _asked(
         out.lines(notes)
     return Asked(
         survey=survey, settings=settings, budgets=budgets or [settings.ram or memory.default_budget()],
-        imagined=(weights or "config") if bare else "", snapshots=snapshots, measured=measured, threads=threads,
+        imagined=(weights or "config") if bare else "", sequences=sequences, measured=measured, threads=threads,
         avx512=settings.simd and probe.avx512(),
     )  # fmt: skip
 

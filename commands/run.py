@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coli.commands import _options, _speculation
+from coli.commands._model_flags import model_flags
 from coli.errors import CheckFailed, Exit, UsageError
 
 if TYPE_CHECKING:
@@ -62,19 +63,20 @@ class Answer:
     """What a session leaves of its answer; `code` is the exit code of the signal that cut it short, or OK."""
 
     report: RunReport
+    picked_ids: tuple[int, ...]
     last_logits: Floats | None
     seed: int | None
     code: int
     memory: MemoryReport | None
 
 
+@model_flags
 def run(
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="The prompt; `-` or a pipe is read from stdin."),
     ] = None,
     file: Annotated[Path | None, typer.Option("--file", metavar="FILE", help="Read the prompt from a file.")] = None,
-    model: _options.Model = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Tokens at most [what the context holds].")
     ] = None,
@@ -99,31 +101,7 @@ def run(
     presence_penalty: Annotated[float, typer.Option("--presence-penalty", metavar="X", help="0 is none.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", metavar="X", help="0 is none.")] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampler.")] = None,
-    ctx: _options.Ctx = None,
-    cap: _options.Cap = None,
-    ram: _options.Ram = None,
-    threads: _options.Threads = None,
-    trunk: _options.Trunk = None,
-    experts: _options.Experts = None,
-    usage: _options.Usage = None,
-    warm_start: _options.WarmStart = None,
-    prefetch: _options.Prefetch = None,
-    direct: _options.Direct = None,
-    mirror: _options.Mirror = None,
-    page_cache: _options.PageCache = None,
-    mtp: _speculation.Mtp = None,
-    drafts: _speculation.Drafts = None,
-    pmin: _speculation.Pmin = None,
-    mtp_vocab: _speculation.MtpVocab = None,
-    mtp_vocab_ids: _speculation.MtpVocabIds = None,
-    mtp_wiring: _speculation.MtpWiring = None,
-    mtp_cap: _speculation.MtpCap = None,
-    vocab_usage: _speculation.VocabUsage = None,
-    usage_save: _speculation.UsageSave = None,
-    pstep: _speculation.Pstep = None,
-    lookup: _speculation.Lookup = None,
-    lookup_drafts: _speculation.LookupDrafts = None,
-    gate: _speculation.Gate = None,
+    flags: Any = None,
     trace: _speculation.Trace = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="Say what memory was planned for and what it came to.")
@@ -142,20 +120,14 @@ def run(
     """Answer one prompt. The text goes to stdout, everything else to stderr."""
     from coli.commands._output import Output, check_file
 
-    settings, warnings = _options.settings(
-        model=model, ctx=ctx, cap=cap, ram=ram, threads=threads, trunk=trunk, experts=experts, usage=usage,
-        warm_start=warm_start, prefetch=prefetch, direct=direct, mirror=mirror, page_cache=page_cache, mtp=mtp,
-        drafts=drafts, mtp_pmin=pmin, mtp_vocab=mtp_vocab, mtp_vocab_ids=mtp_vocab_ids, mtp_wiring=mtp_wiring,
-        mtp_cap=mtp_cap, vocab_usage=vocab_usage, usage_save=usage_save, mtp_pstep=pstep, lookup=lookup,
-        lookup_drafts=lookup_drafts, gate=gate,
-    )  # fmt: skip
+    settings, warnings = _options.settings(**flags)
     out = Output(quiet=quiet, color=not settings.no_color, file=output)
     out.lines(warnings)
     if trace is not None:
         check_file(trace, "--trace")
         if output is not None and trace.resolve() == output.resolve():
             raise UsageError("is the --output file as well", f"--trace {trace}", "give two files")
-    sampling = _sampling(
+    sampling = sampling_of(
         temperature=temp, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, seed=seed,
     )  # fmt: skip
@@ -199,7 +171,7 @@ def _reference(path: Path, words: list[str] | None, file: Path | None, ask: Ask)
     return Reference.load(path)
 
 
-def _sampling(**values: Any) -> Sampling:
+def sampling_of(**values: Any) -> Sampling:
     """The sampler's settings; what it refuses is said in terms of the flag."""
     from coli.sampling import Sampling
 
@@ -264,7 +236,7 @@ def _one(
         document["reference"] = compared.to_json()
     if form.check:
         difference = _check(engine, asked, answer, out)
-        document["check"] = {"tokens": len(report.token_ids), "difference": difference and difference.to_json()}
+        document["check"] = {"tokens": len(answer.picked_ids), "difference": difference and difference.to_json()}
     if form.as_json:
         out.document(document)
     elif compared is not None:
@@ -297,7 +269,7 @@ def _generate(
     cut = bool(caught) and report.finish_reason == "cancelled"
     # a copy: the next session of the engine computes into the same buffers
     logits = None if session.last_logits is None else session.last_logits.copy()
-    return Answer(report, logits, session.seed, int(caught[0] if cut else Exit.OK),
+    return Answer(report, session.picked_ids, logits, session.seed, int(caught[0] if cut else Exit.OK),
                   measured(engine, session) if form.memory else None)  # fmt: skip
 
 
@@ -305,9 +277,9 @@ def _check(engine: Engine, asked: Request, answer: Answer, out: Output) -> Diffe
     from coli.check import check
     from coli.report import count
 
-    tokens = count(len(answer.report.token_ids), "token")
+    tokens = count(len(answer.picked_ids), "token")
     out.progress("check: decoding again without drafts")
-    difference = check(engine, asked, answer.report, answer.last_logits, answer.seed)
+    difference = check(engine, asked, answer.picked_ids, answer.last_logits, answer.seed)
     out.done()
     if difference is None:
         out.note(f"check: {tokens} and the last logits are those of plain decoding")
@@ -318,7 +290,7 @@ def _compare(engine: Engine, asked: Request, answer: Answer, reference: Referenc
     from coli.check import replay
     from coli.reference import compare
 
-    return compare(reference, answer.report.token_ids, answer.last_logits,
+    return compare(reference, answer.picked_ids, answer.last_logits,
                    lambda position: replay(engine, asked, position + 1)[1])  # fmt: skip
 
 

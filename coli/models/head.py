@@ -38,6 +38,10 @@ class HeadSnapshot:
     kv: Snapshot
     pending: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes + self.pending.nbytes
+
 
 class HeadState:
     """What the head keeps of one sequence: `kv` (rows settled so far: `kv.length`) and the rows that wait."""

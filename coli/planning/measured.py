@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from coli import memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coli.engine import Engine
     from coli.session import Session
 
@@ -41,10 +43,10 @@ class MemoryReport:
                                          for term in self.terms}}  # fmt: skip
 
 
-def measured(engine: Engine, session: Session) -> MemoryReport:
-    """The terms of an open engine's plan against what is held now, after an answer of `session`."""
+def measured(engine: Engine, *sessions: Session) -> MemoryReport:
+    """The terms of an open engine's plan against what is held now, after answers of all its `sessions`."""
     plan, terms = engine.plan, engine.terms
-    held = _held(engine, session)
+    held = in_use(engine, sessions)
     planned = {name: getattr(terms, name) for name in memory.NAMES if name not in ("experts", "head_experts")}
     planned |= {"experts": plan.experts, "head_experts": plan.head_experts if engine.head else 0}
     peak = memory.peak_rss()
@@ -56,25 +58,33 @@ def measured(engine: Engine, session: Session) -> MemoryReport:
     )
 
 
-def _held(engine: Engine, session: Session) -> dict[str, int]:
-    state, spec, decoder = session.state, engine.model.spec, session.decoder
+def in_use(engine: Engine, sessions: Sequence[Session]) -> dict[str, int]:
+    """Bytes of every term that a buffer owns, now."""
     held = {
-        "dense": engine.dense_bytes, "kv": state.length * spec.kv_bytes_per_token(),
-        "recurrent": state.recurrent.live.nbytes + sum(ring.nbytes for ring in state.rings),
-        "workspace": engine.model.workspace_bytes, "undo": state.recurrent.undo_bytes,
-        "experts": engine.store.filled_bytes,
+        "dense": engine.dense_bytes, "workspace": engine.model.workspace_bytes, "experts": engine.store.filled_bytes,
+        "reading": engine.reader.bounce_bytes if engine.reader is not None else 0,
     }  # fmt: skip
-    if engine.reader is not None:
-        held["reading"] = engine.reader.bounce_bytes
-    if decoder.lookup is not None:
-        held["lookup"] = decoder.lookup.nbytes
     if engine.head is not None:
         held |= {
             "head": engine.weights.nbytes - engine.dense_bytes, "head_workspace": engine.head.workspace_bytes,
             "head_experts": engine.stores[1].filled_bytes if len(engine.stores) > 1 else 0,
+            "vocabulary": engine.vocabulary.nbytes if engine.vocabulary is not None else 0,
         }  # fmt: skip
-        if decoder.mtp is not None:
-            held["head_kv"] = decoder.mtp.state.kv.length * engine.head.spec.kv_bytes_per_token()
-        if engine.vocabulary is not None:
-            held["vocabulary"] = engine.vocabulary.nbytes
+    for session in sessions:
+        for name, nbytes in _of_sequence(engine, session).items():
+            held[name] = held.get(name, 0) + nbytes
+    return held
+
+
+def _of_sequence(engine: Engine, session: Session) -> dict[str, int]:
+    state, decoder, logits, prefixes = session.state, session.decoder, session.last_logits, session.prefixes
+    held = {
+        "kv": state.length * engine.model.spec.kv_bytes_per_token(),
+        "recurrent": state.recurrent.live.nbytes + sum(ring.nbytes for ring in state.rings),
+        "undo": state.recurrent.undo_bytes, "snapshots": prefixes.nbytes if prefixes is not None else 0,
+        "lookup": decoder.lookup.nbytes if decoder.lookup is not None else 0,
+        "logits": logits.nbytes if logits is not None else 0,
+    }  # fmt: skip
+    if engine.head is not None and decoder.mtp is not None:
+        held["head_kv"] = decoder.mtp.state.kv.length * engine.head.spec.kv_bytes_per_token()
     return held

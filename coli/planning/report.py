@@ -15,7 +15,7 @@ from typing import Any
 from coli import cgroup, memory
 from coli.errors import DoesNotFit
 from coli.kernels.packing import packed_bytes
-from coli.planning.plan import Plan, enough, make_plan
+from coli.planning.plan import Plan, Sequences, enough, make_plan
 from coli.planning.predict import Prediction, Traffic, predict, traffic
 from coli.planning.probe import Measured
 from coli.planning.survey import Survey
@@ -40,7 +40,7 @@ class Asked:
     settings: Settings
     budgets: Sequence[int]
     imagined: str
-    snapshots: int
+    sequences: Sequences
     measured: Measured
     threads: int
     avx512: bool
@@ -50,7 +50,7 @@ def report(asked: Asked) -> dict[str, Any]:
     """The whole document. Raises UsageError and ModelError for settings that no budget would help."""
     survey, settings = asked.survey, asked.settings
     available, group = _available()
-    largest = make_plan(survey, settings.override(cap=None), _UNBOUNDED, snapshots=asked.snapshots)
+    largest = make_plan(survey, settings.override(cap=None), _UNBOUNDED, asked.sequences)
     return {
         "model": {"path": str(survey.path), "engine": survey.engine, "bytes": survey.nbytes,
                   "imagined": asked.imagined or None, "notes": list(survey.notes)},
@@ -58,7 +58,9 @@ def report(asked: Asked) -> dict[str, Any]:
         "experts": _experts(survey),
         "context": _context(survey, largest),
         "undo": _undo(survey, settings, largest),
-        "snapshots": asked.snapshots,
+        "slots": asked.sequences.slots,
+        "snapshots": asked.sequences.snapshots,
+        "server": asked.sequences.server,
         "threads": largest.threads,
         "head": _head(survey, largest),
         "machine": {"available_bytes": available, "limited_by": group, **asdict(asked.measured)},
@@ -101,7 +103,7 @@ def _undo(survey: Survey, settings: Settings, plan: Plan) -> dict[str, Any]:
     spec, drafts = survey.family.state_spec(survey.geometry), Speculation.of(settings)
     deepest = replace(drafts, mtp=drafts.mtp and plan.head).deepest
     return {"kind": settings.undo, "drafts": deepest, "bytes": plan.terms.undo,
-            "slot_bytes": spec.recurrent_bytes(), "snapshot_bytes": spec.snapshot_bytes(plan.ctx)}  # fmt: skip
+            "slot_bytes": spec.recurrent_bytes(), "snapshot_bytes": plan.snapshot}  # fmt: skip
 
 
 def _head(survey: Survey, plan: Plan) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _terms(plan: Plan) -> dict[str, int]:
 
 def _try(asked: Asked, budget: int) -> Plan | DoesNotFit:
     try:
-        return make_plan(asked.survey, asked.settings, budget, snapshots=asked.snapshots)
+        return make_plan(asked.survey, asked.settings, budget, asked.sequences)
     except DoesNotFit as error:
         return error
 
@@ -161,7 +163,7 @@ def _try(asked: Asked, budget: int) -> Plan | DoesNotFit:
 def _least(asked: Asked) -> Plan:
     """The plan below which no budget will do: one expert a layer, and a head only where it is demanded."""
     least = asked.settings.override(cap=1, mtp_cap=None, mtp=asked.settings.mtp or False)
-    return make_plan(asked.survey, least, _UNBOUNDED, snapshots=asked.snapshots)
+    return make_plan(asked.survey, least, _UNBOUNDED, asked.sequences)
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from coli.speculation.tally import Tally
 from coli.state import Snapshot, State
 
 Trace = Callable[[dict[str, Any]], None]
+Overwrite = Callable[[int, Sequence[int], bool], None]
 
 
 class Model(Protocol):
@@ -110,6 +111,10 @@ class Place:
     trunk: Snapshot
     head: HeadPlace | None
 
+    @property
+    def nbytes(self) -> int:
+        return self.trunk.nbytes + (0 if self.head is None else self.head.nbytes)
+
 
 class Decoder:
     """Decodes one sequence; `state` is the trunk's. Made once a session: the gate's averages live as long."""
@@ -125,6 +130,8 @@ class Decoder:
         self._vocabulary = vocabulary if self.mtp is not None else None
         self._engine, self._vocab, self._reference, self._trace = engine, vocab, reference, trace
         self._verify: _Verify | None = None
+        self._base = options
+        self.on_write: Overwrite | None = None  # is told, before they are written: first row, tokens, all stand
         self._start_turn()
 
     def _start_turn(self) -> None:
@@ -163,11 +170,15 @@ class Decoder:
         if self.lookup is not None:
             self.lookup.reset(place.trunk.tokens.tolist())
 
-    def begin(self, prompt: Sequence[int], most: int | None = None) -> None:
+    def begin(self, prompt: Sequence[int], most: int | None = None, *, options: Speculation | None = None,
+              prediction: Sequence[int] = ()) -> None:  # fmt: skip
         """A turn with this whole prompt starts: its counters, and the list the head scores. `most`: tokens the caller
-        will pick at most; nobody asks for logits after the last, so none are drafted."""
+        will pick at most; nobody asks for logits after the last, so none are drafted. `options`: for this turn, which
+        cannot turn on a source that the session lacks; `prediction`: what may follow, to copy from."""
         self._start_turn()
-        self._most = most
+        self._most, self.options = most, options or self._base
+        if self.lookup is not None and (prediction or self.lookup.aside):
+            self.lookup.reset(self.state.tokens[: self.state.length].tolist(), aside=prediction)
         if self._vocabulary is not None:
             self._vocabulary.begin(prompt)
 
@@ -176,8 +187,10 @@ class Decoder:
         self._between_turns()
         if len(tokens) > self.model.limit:
             raise ValueError(f"{len(tokens)} tokens in a chunk of {self.model.limit}")
-        answer = self.model.forward(tokens, self.state)
         ids = np.asarray(tokens).tolist()
+        if self.on_write is not None:
+            self.on_write(self.state.length, ids, True)
+        answer = self.model.forward(tokens, self.state)
         if self.lookup is not None:
             for at, token in enumerate(ids, self.state.length - len(ids)):
                 self.lookup.push(token, at)
@@ -238,6 +251,8 @@ class Decoder:
             proposal.source, proposal.drafts, proposal.p = None, [], None  # no memory to undo them: a plain step
             self._no_memory = True
         rows, position = 1 + len(proposal.drafts), self.state.length
+        if self.on_write is not None:
+            self.on_write(position, [token, *proposal.drafts], False)
         start = time.perf_counter()
         answer = self.model.forward([token, *proposal.drafts], self.state, want="all", undoable=rows > 1)
         seconds = max(time.perf_counter() - start, 1e-9)  # a coarse clock may not have moved
@@ -309,7 +324,7 @@ class Decoder:
 
     def _look_up(self, room: int) -> tuple[list[int], int, float]:
         """(proposal, how much of it is worth carrying, its value)."""
-        if self.lookup is None:
+        if self.lookup is None or not self.options.lookup:
             return [], 0, 0.0
         most = min(self.options.lookup_drafts, room)
         drafts = self._forced("lookup", self.options.lookup_force, most)
@@ -325,7 +340,7 @@ class Decoder:
 
     def _depth(self, room: int) -> tuple[int, float]:
         """(drafts the head shall write, their value)."""
-        if self.mtp is None or self.mtp.warning is not None:
+        if self.mtp is None or not self.options.mtp or self.mtp.warning is not None:
             return 0, 0.0
         most = min(self.options.drafts or self.options.most, room)
         if self.options.drafts or not self.options.gate:
@@ -370,25 +385,27 @@ class Decoder:
     # ---- what it brought
     def report(self) -> SpeculationReport | None:
         """Counters of the turn, complete after `finish`; None when there is nothing to draft with."""
-        if self.mtp is None and self.lookup is None:
+        sources = {"mtp": self.mtp is not None and self.options.mtp,
+                   "lookup": self.lookup is not None and self.options.lookup}  # fmt: skip
+        if not any(sources.values()):
             return None
         tallies = {
-            name: self._tallies[name].report(self.gate.declined(name), self.gate.probes(name)) if source else None
-            for name, source in (("mtp", self.mtp), ("lookup", self.lookup))
+            name: self._tallies[name].report(self.gate.declined(name), self.gate.probes(name)) if on else None
+            for name, on in sources.items()
         }
         mtp = tallies["mtp"]
         warnings = [
-            self.mtp.warning if self.mtp is not None else None,
+            self.mtp.warning if self.mtp is not None and self.options.mtp else None,
             acceptance_warning(mtp.drafts, mtp.accepted) if mtp is not None and not self.options.mtp_force else None,
             "some steps ran plain: no memory to undo their drafts" if self._no_memory else None,
         ]
         return SpeculationReport(
             engine=self._engine, tokens=self._tokens, forwards=self._forwards, mtp=mtp, lookup=tallies["lookup"],
-            gate=self.gate.describe(self.options.most if self.mtp is not None else 0), gate_on=self.options.gate,
+            gate=self.gate.describe(self.options.most if sources["mtp"] else 0), gate_on=self.options.gate,
             fixed_depth=self.options.drafts, most=self.options.most, head_gated=self.options.head_gated,
             wiring=self._wiring, mtp_force=self.options.mtp_force, lookup_force=self.options.lookup_force,
             ended_mid_verify=self._mid_verify, expert_bytes=self._bytes, rejected_rows=self._rejected_rows,
             rejected_bytes=self._rejected_bytes,
-            vocabulary=self._vocabulary.turn_report() if self._vocabulary is not None else None,
+            vocabulary=self._vocabulary.turn_report() if self._vocabulary is not None and sources["mtp"] else None,
             warnings=tuple(warning for warning in warnings if warning),
         )  # fmt: skip

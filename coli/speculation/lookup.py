@@ -28,7 +28,8 @@ _PAIR, _TRIPLE, _QUAD = ((1 << _BITS * n) - 1 for n in (2, 3, 4))
 class Lookup:
     """History of one session and its index. Token ids lie in 0 .. 2^32 - 2.
 
-    Only fed tokens are pushed, never drafts. A gap in the fed positions leaves the history unknown: from there on
+    Only fed tokens are pushed, never drafts. Before them may stand tokens `aside`, which are no part of the sequence and
+    only copied from: a prediction of what will be said. A gap in the fed positions leaves the history unknown: from there on
     nothing is proposed until the next `reset`.
     """
 
@@ -37,15 +38,16 @@ class Lookup:
 
     @property
     def length(self) -> int:
-        return len(self._history)
+        """Tokens of the sequence."""
+        return len(self._history) - self.aside
 
     @property
     def nbytes(self) -> int:
         """Bytes of the index, reckoned."""
         return len(self._history) * TOKEN_BYTES
 
-    def reset(self, tokens: Iterable[int] = ()) -> None:
-        """Start from `tokens`: a new prompt, or the tokens of a restored state."""
+    def reset(self, tokens: Iterable[int] = (), aside: Iterable[int] = ()) -> None:
+        """Start from `tokens`: a new prompt, or the tokens of a restored state; `aside` stands before them."""
         self._history: list[int] = []
         self._pairs: dict[int, int] = {}
         self._triples: dict[int, int] = {}
@@ -53,13 +55,17 @@ class Lookup:
         self._last = _QUAD  # the last four tokens, the newest in the low bits
         self._match: int | None = None  # position after the earlier occurrence of the longest known suffix
         self._gap = False
+        self.aside = 0
+        for token in aside:
+            self.push(token)
+        self.aside = len(self._history)
         for token in tokens:
             self.push(token)
 
     def push(self, token: int, position: int | None = None) -> None:
         """Append a fed token. `position`, where given, is where it was fed: anything but `length` is a gap."""
         history = self._history
-        if position is not None and position != len(history):
+        if position is not None and position != len(history) - self.aside:
             self._gap = True
         history.append(token)
         end = len(history)

@@ -59,6 +59,10 @@ class HeadPlace:
     state: Any
     warning: str | None
 
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes
+
 
 class MtpSource:
     """The head's side of one sequence."""

@@ -89,6 +89,7 @@ class Session:
         self.report: RunReport | None = None
         self.cancelled = False
         self.last_logits: Any = None
+        self.picked_ids: tuple[int, ...] = ()
         self.seed: int | None = None
 
     def cancel(self) -> None:
@@ -109,6 +110,7 @@ class Session:
             ids[1:2] = [7]
         if MODE in ("same", "slow", "lossy", "blurred"):
             self.last_logits = self.logits(len(said) - 1)
+        self.picked_ids = tuple(ids)
         reason = "cancelled" if self.cancelled else "length"
         model = ModelFacts("/m", "qwen38", {"layers": 2})
         self.report = RunReport(

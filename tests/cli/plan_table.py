@@ -32,8 +32,8 @@ COLUMNS = {
     "K/V 8192": (MB, ("kv",)),
     "recurrent": (MB, ("recurrent",)),
     "undo": (MB, ("undo",)),
-    "workspace": (MB, ("workspace", "lookup", "reading")),
-    "process": (MB, ("process", "tokenizer", "snapshots")),
+    "workspace": (MB, ("workspace", "lookup", "reading", "logits")),
+    "process": (MB, ("process", "server", "tokenizer", "snapshots")),
 }
 """Column -> its unit and its terms; the experts, `cap` of a record a layer, are the rest of the total."""
 

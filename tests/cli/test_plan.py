@@ -18,7 +18,7 @@ from coli.errors import ColiError
 from coli.models.find import NANO
 from coli.planning import probe
 from coli.planning.header_cache import surveyed
-from coli.planning.plan import Plan, make_plan
+from coli.planning.plan import KEPT, Plan, Sequences, make_plan
 from coli.planning.predict import EFFICIENCY, MULTIPLY, SKEW, Traffic, predict, traffic
 from coli.planning.report import Asked, report
 from coli.settings import Settings, load
@@ -40,12 +40,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     yield folder
 
 
-def asked(*budgets: int, measured: probe.Measured | None = None, model: Path = NANO, snapshots: int = 0,
-          **flags: Any) -> Asked:  # fmt: skip
+def asked(*budgets: int, measured: probe.Measured | None = None, model: Path = NANO,
+          sequences: Sequences | None = None, **flags: Any) -> Asked:  # fmt: skip
     """What the command asks of nano, its flags as fields of the settings."""
     settings, _ = load({"threads": 2, **flags}, {})
     survey = surveyed(model, settings)
-    return Asked(survey, settings.resolve(survey.engine), budgets or (10**9,), "", snapshots,
+    return Asked(survey, settings.resolve(survey.engine), budgets or (10**9,), "", sequences or Sequences(),
                  measured or probe.Measured(), 2, avx512=True)  # fmt: skip
 
 
@@ -65,8 +65,8 @@ def made(budget: int, **flags: Any) -> Plan:
 
 def test_the_documents_keys_are_these(coli: Coli) -> None:
     document = json.loads(coli("plan", "--json", "--ram", "0.17,0.01").stdout)
-    assert list(document) == ["model", "dense", "experts", "context", "undo", "snapshots", "threads", "head", "machine",
-                              "needs", "plans"]  # fmt: skip
+    assert list(document) == ["model", "dense", "experts", "context", "undo", "slots", "snapshots", "server", "threads",
+                              "head", "machine", "needs", "plans"]  # fmt: skip
     assert set(document["model"]) == {"path", "engine", "bytes", "imagined", "notes"}
     assert set(document["experts"]) == {"format", "layers", "a_layer", "used", "count", "record_bytes", "bytes"}
     assert set(document["context"]) == {"positions", "most_positions", "token_bytes", "head_token_bytes", "kv_bytes",
@@ -115,9 +115,23 @@ def test_undo_is_for_the_deepest_verify_the_settings_allow(monkeypatch: pytest.M
 
 
 def test_a_server_keeps_snapshots() -> None:
-    none, four = (plan(10**9, mtp=False, snapshots=n)["terms"]["snapshots"] for n in (0, 4))
-    assert none == 0 and four == 4 * report(asked(10**9, mtp=False))["undo"]["snapshot_bytes"]
-    assert plan(10**9, snapshots=4)["terms"]["snapshots"] > four  # the head's state is kept with each
+    none, four = (plan(10**9, mtp=False, sequences=Sequences(snapshots=n))["terms"]["snapshots"] for n in (0, 4))
+    assert none == 0 and four == 5 * report(asked(10**9, mtp=False))["undo"]["snapshot_bytes"]
+    assert plan(10**9, sequences=Sequences(snapshots=4))["terms"]["snapshots"] > four, "the head's state as well"
+
+
+def test_slots_are_of_a_server(coli: Coli) -> None:
+    def one(*arguments: str) -> dict[str, Any]:
+        return json.loads(coli("plan", "--json", "--ram", "2", *arguments).stdout)
+
+    run, four, few = one(), one("--slots", "4"), one("--slots", "4", "--snapshots", "3")
+    assert (run["slots"], run["snapshots"], run["server"]) == (1, 0, False) and run["plans"][0]["terms"]["server"] == 0
+    assert (four["slots"], four["snapshots"], four["server"]) == (4, 4 * KEPT, True)
+    assert four["plans"][0]["terms"]["kv"] == four["context"]["kv_bytes"] == 4 * run["context"]["kv_bytes"]
+    assert four["plans"][0]["terms"]["server"] == memory.SERVER and few["snapshots"] == 3
+    text = coli("plan", "--ram", "2", "--slots", "4").stdout
+    assert ", in 4 slots" in text and f"{4 * KEPT} of them kept" in text and "server" in text
+    assert "slots" not in coli("plan", "--ram", "2").stdout
 
 
 def test_the_head_is_told_apart() -> None:

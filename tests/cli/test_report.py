@@ -19,8 +19,8 @@ REPORT = RunReport(
 def test_the_document_has_exactly_the_public_keys() -> None:
     document = REPORT.to_json()
     assert list(document) == [
-        "text", "token_ids", "prompt_tokens", "completion_tokens", "finish_reason", "timings", "memory", "experts",
-        "model", "speculation",
+        "text", "token_ids", "prompt_tokens", "cached_tokens", "completion_tokens", "finish_reason", "timings",
+        "memory", "experts", "model", "speculation",
     ]  # fmt: skip
     assert list(document["timings"]) == ["load_s", "ttft_s", "prefill_s", "decode_s", "prefill_tok_s", "decode_tok_s"]
     assert document["memory"] == {"peak_rss_bytes": 123_456_789}

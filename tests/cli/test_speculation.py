@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -179,13 +178,6 @@ def test_a_cancelled_answer_is_checked_as_far_as_it_went() -> None:
     assert "tokens and the last logits are those of plain decoding" in said.splitlines()[-1]
 
 
-@dataclass
-class Answered:
-    """A report as far as `check` reads it."""
-
-    token_ids: tuple[int, ...]
-
-
 @pytest.mark.parametrize(
     ("ids", "shift", "verdict"),
     [
@@ -207,9 +199,9 @@ def test_the_check_replays_the_seed_that_was_drawn_and_as_many_tokens(
         return (2, 1, 3)[:tokens], logits
 
     monkeypatch.setattr(checking, "replay", replay)
-    engine, report = cast(Any, None), cast(Any, Answered(ids))
+    engine = cast(Any, None)
     request = Request((1,), sampling=Sampling(temperature=1.0))
-    assert check(engine, request, report, logits + np.float32(shift), 77) == verdict
+    assert check(engine, request, ids, logits + np.float32(shift), 77) == verdict
     assert asked[:1] == [(77, len(ids))][: len(ids)]
 
 

@@ -289,8 +289,8 @@ def test_row_31_every_pick_sees_plain_decodings_logits(engines, monkeypatch, sam
     engine, seen = engines["fp8"], []
 
     class Watching(Sampler):
-        def pick(self, logits: np.ndarray) -> int:
-            token = super().pick(logits)
+        def pick(self, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
+            token = super().pick(logits, allowed)
             seen.append((token, logits.tobytes()))
             return token
 

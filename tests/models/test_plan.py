@@ -12,7 +12,7 @@ from coli import memory
 from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.formats.checkpoint import Checkpoint
 from coli.models.families import family_of
-from coli.planning.plan import make_plan
+from coli.planning.plan import KEPT, Sequences, make_plan
 from coli.planning.survey import Survey, survey
 from coli.settings import load
 from tests.models.bench_model import Opened
@@ -37,28 +37,28 @@ def folder(tmp_path_factory):
 @settings(deadline=None, max_examples=80)
 @given(budget=st.integers(100_000_000, 400_000_000), ctx=st.integers(1, 65_536), cap=st.none() | st.integers(1, 9),
        mtp_cap=st.none() | st.integers(1, 9), mtp=st.none() | st.booleans(), undo=st.sampled_from(["slots", "log"]),
-       snapshots=st.integers(0, 4))  # fmt: skip
-def test_a_plan_never_exceeds_its_budget_and_wastes_no_slot(folder, budget, ctx, cap, mtp_cap, mtp, undo, snapshots):
+       sequences=st.builds(Sequences, st.integers(1, 4), st.integers(0, 4), st.booleans()))  # fmt: skip
+def test_a_plan_never_exceeds_its_budget_and_wastes_no_slot(folder, budget, ctx, cap, mtp_cap, mtp, undo, sequences):
     given_flags = {"ctx": ctx, "cap": cap, "mtp_cap": mtp_cap, "mtp": mtp, "undo": undo, "threads": 2}
     found, resolved = surveyed(folder, **given_flags)
     try:
-        plan = make_plan(found, resolved, budget, snapshots=snapshots)
+        plan = make_plan(found, resolved, budget, sequences)
     except DoesNotFit as error:
         found_floor = re.search(r"at least ([\d.]+) ([MG]B), .* more \(", str(error))
         assert float(found_floor[1]) * {"MB": 1e6, "GB": 1e9}[found_floor[2]] >= 0.994 * budget  # three digits
         enough = float(re.search(r"give --ram ([\d.]+)", str(error))[1])
-        assert make_plan(found, resolved, int(enough * 1e9), snapshots=snapshots).cap >= 1
+        assert make_plan(found, resolved, int(enough * 1e9), sequences).cap >= 1
         return
     assert plan.total <= budget and 1 <= plan.cap <= found.geometry.experts
     assert plan.cap <= (cap or 8) and (plan.head_cap == 0) != plan.head
     if plan.cap < min(cap or 8, 8) and not mtp_cap:
         assert plan.total + found.slot + plan.head * found.head.slot > budget
-    assert make_plan(found, resolved, budget + 10_000_000, snapshots=snapshots).cap >= plan.cap
+    assert make_plan(found, resolved, budget + 10_000_000, sequences).cap >= plan.cap
 
 
 def test_what_would_fit_instead_does_fit(folder):
     found, resolved = surveyed(folder, ctx=65_536, threads=2, mtp=False)
-    whole = make_plan(found, resolved, 1 << 40, snapshots=0)
+    whole = make_plan(found, resolved, 1 << 40)
     budget = whole.terms.total - whole.terms.kv // 2
     with pytest.raises(DoesNotFit, match=r"or --ctx (\d+), which fits") as refused:
         make_plan(found, resolved, budget)
@@ -98,8 +98,8 @@ def test_the_engine_loads_what_the_plan_says(tmp_path, family, flags):
 
 
 def test_terms_have_names_and_a_total():
-    terms = memory.Terms(*range(1, 11), head=1000, head_kv=200, head_workspace=30, vocabulary=4)
-    assert terms.total == sum(range(1, 11)) + 1234 == terms.without_head().total + terms.of_head
+    terms = memory.Terms(*range(1, 13), head=1000, head_kv=200, head_workspace=30, vocabulary=4)
+    assert terms.total == sum(range(1, 13)) + 1234 == terms.without_head().total + terms.of_head
     assert terms.of_head == 1234
     names = {name for name in memory.NAMES if name not in ("experts", "head_experts")}
     assert names == set(memory.Terms.__dataclass_fields__)
@@ -123,12 +123,36 @@ def test_a_head_that_is_demanded_and_not_there_is_named(tmp_path):
 
 def test_snapshots_count(folder):
     found, resolved = surveyed(folder, ctx=4096)
-    plans = [make_plan(found, resolved, 1 << 40, snapshots=n) for n in (0, 1, 3)]
-    one = plans[1].terms.snapshots
-    assert plans[0].terms.snapshots == 0 and plans[2].terms.snapshots == 3 * one > 0
+    plans = [make_plan(found, resolved, 1 << 40, Sequences(snapshots=n)) for n in (0, 1, 3)]
+    one = plans[1].snapshot
+    assert [plan.terms.snapshots for plan in plans] == [0, 2 * one, 4 * one], "one more while it is made"
     with Opened(folder, ctx=4096) as opened:
         state = opened.state
         opened.engine.model.forward([1, 2, 3], state)
         trunk = state.copy()
         head = opened.engine.head.new_state().copy()
-    assert one == trunk.nbytes - trunk.tokens.nbytes + head.kv.nbytes + 2 * 8 * 4096
+        assert opened.engine.snapshot_bytes == one
+    assert one == trunk.nbytes - trunk.tokens.nbytes + head.nbytes + 2 * 8 * 4096 + 4 * found.geometry.vocab
+
+
+def test_what_a_sequence_needs_counts_once_a_slot(folder):
+    found, resolved = surveyed(folder, ctx=4096, undo="slots")
+    one, four = (make_plan(found, resolved, 1 << 40, Sequences.served(n)).terms for n in (1, 4))
+    for name in ("kv", "recurrent", "undo", "lookup", "logits", "head_kv"):
+        assert getattr(four, name) == 4 * getattr(one, name) > 0, name
+    assert (KEPT + 1) * four.snapshots == (4 * KEPT + 1) * one.snapshots
+    shared = ("process", "server", "tokenizer", "dense", "workspace", "reading", "head", "head_workspace", "vocabulary")
+    assert all(getattr(four, name) == getattr(one, name) for name in shared)
+    run = make_plan(found, resolved, 1 << 40).terms
+    assert run.server == 0 and one.total - run.total == memory.SERVER + one.snapshots
+
+
+def test_fewer_slots_are_proposed_where_the_context_is_short_already(folder):
+    found, resolved = surveyed(folder, ctx=256, threads=2, mtp=True)
+    budget = make_plan(found, resolved, 1 << 40, Sequences.served(4)).total
+    with pytest.raises(DoesNotFit, match=r"or --slots (\d+), which fits") as refused:
+        make_plan(found, resolved, budget, Sequences.served(16))
+    fewer = int(re.search(r"--slots (\d+)", str(refused.value))[1])
+    assert 4 <= fewer < 16 and make_plan(found, resolved, budget, Sequences.served(fewer)).cap >= 1
+    with pytest.raises(DoesNotFit):
+        make_plan(found, resolved, budget, Sequences.served(2 * fewer))
