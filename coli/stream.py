@@ -122,7 +122,7 @@ class TextStream:
         self._given += len(piece)
         while self._spans:
             first, last = self._spans[0]
-            if not (end or (first < self._given if self.stopped else last <= self._given)):
+            if not (end or last <= self._given or (self.stopped and first < self._given)):
                 break
             self._spans.popleft()
             self.delivered += 1

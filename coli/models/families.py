@@ -53,6 +53,7 @@ class Family:
     head_workspace_bytes: Callable[..., int]
     head_theta: Callable[[Checkpoint, Any], float]
     head_spec: Callable[[Any], StateSpec]
+    head_width: Callable[[Any], int]  # of the trunk's row that the head takes
     head_writer: Callable[..., Any]
     has_wirings: bool = False  # the head's input norm may be wired in two ways
 
@@ -70,7 +71,8 @@ QWEN38 = Family(
     expert_layers=trunk_layers,
     state_spec=qwen38_program.state_spec, workspace_bytes=qwen38_program.workspace_bytes, trunk=Qwen38,
     check_head=qwen38_layout.check_head, head_workspace_bytes=qwen38_mtp.head_workspace_bytes,
-    head_theta=qwen38_layout.head_rope_theta, head_spec=qwen38_mtp.head_spec, head_writer=qwen38_mtp.HeadWriter,
+    head_theta=qwen38_layout.head_rope_theta, head_spec=qwen38_mtp.head_spec, head_width=lambda g: g.width,
+    head_writer=qwen38_mtp.HeadWriter,
     has_wirings=True,
 )  # fmt: skip
 QWEN36 = Family(
@@ -80,7 +82,8 @@ QWEN36 = Family(
     expert_layers=lambda g: tuple(f"layers.{i}." for i in g.moe_layers),
     state_spec=qwen36_program.state_spec, workspace_bytes=qwen36_program.workspace_bytes, trunk=_qwen36,
     check_head=qwen36_layout.check_head, head_workspace_bytes=qwen36_mtp.head_workspace_bytes,
-    head_theta=lambda checkpoint, g: g.rope_theta, head_spec=qwen36_mtp.head_spec, head_writer=qwen36_mtp.HeadWriter,
+    head_theta=lambda checkpoint, g: g.rope_theta, head_spec=qwen36_mtp.head_spec, head_width=lambda g: g.hidden,
+    head_writer=qwen36_mtp.HeadWriter,
 )  # fmt: skip
 FAMILIES = (QWEN38, QWEN36)
 

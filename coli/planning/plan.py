@@ -19,6 +19,7 @@ from coli import memory
 from coli.errors import DoesNotFit, ModelError, UsageError
 from coli.experts.reader import bounce_bytes
 from coli.formats.readers import HEAD_READERS, reading_threads
+from coli.models.head import LIMIT
 from coli.planning.survey import Survey
 from coli.program.cpu import default_threads
 from coli.report import size
@@ -114,7 +115,7 @@ def snapshot_bytes(survey: Survey, ctx: int, *, head: bool) -> int:
     """A prefix of a whole context as it is kept: state, the head's where there is one, logits of its last row. K and V
     stay where they are."""
     g, family = survey.geometry, survey.family
-    own = family.head_spec(g).snapshot_bytes(ctx) if head else 0
+    own = family.head_spec(g).snapshot_bytes(ctx) + 4 * min(LIMIT, ctx) * family.head_width(g) if head else 0
     return family.state_spec(g).snapshot_bytes(ctx) + own + 4 * g.vocab
 
 

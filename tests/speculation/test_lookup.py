@@ -113,3 +113,16 @@ def test_a_proposal_is_the_callers_own_list():
     lookup = Lookup([1, 2, 1, 2])
     lookup.propose(3).clear()
     assert lookup.propose(3) == [1, 2, 1]
+
+
+@hypothesis_settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=20), st.lists(st.integers(0, 3), max_size=20), st.integers(1, 5))
+def test_what_stands_aside_is_copied_from_and_is_no_part_of_the_sequence(aside, tokens, k):
+    """A prediction: proposals are those of one text, positions those of the sequence."""
+    lookup = Lookup()
+    lookup.reset(tokens[:5], aside=aside)
+    for position, token in enumerate(tokens[5:], 5):
+        lookup.push(token, position)
+    assert lookup.length == len(tokens) and lookup.propose(k) == Lookup([*aside, *tokens]).propose(k)
+    lookup.reset(tokens)
+    assert lookup.propose(k) == Lookup(tokens).propose(k)

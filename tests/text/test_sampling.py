@@ -235,3 +235,34 @@ def test_wrong_prompt_and_shape() -> None:
         Sampler(Sampling(), 8, [1, 9])
     with pytest.raises(ValueError, match="shape"):
         Sampler(Sampling(), 8).pick(np.zeros(9, np.float32))
+
+
+@settings(max_examples=100, deadline=None)
+@given(filters, st.integers(0, 1000), st.lists(st.tuples(st.integers(0, 49), st.floats(-100, 100)), max_size=4))
+def test_bias_and_mask_come_first(sampling, seed, biases):
+    """As if the logits had been other ones: a token out of question has no logit, and the caller's are left alone."""
+    logits, rng = some_logits(50, seed), np.random.default_rng(seed)
+    allowed = rng.random(50) < 0.5
+    allowed[int(rng.integers(50))] = True
+    other = logits.copy()
+    for token, bias in biases:
+        other[token] += np.float32(bias)
+    other[~allowed] = -np.inf
+    before = logits.tobytes()
+    asked = replace(sampling, seed=seed, logit_bias=tuple(biases), presence_penalty=0.5)
+    steered = Sampler(asked, 50, [1, 2])
+    plain = Sampler(replace(asked, logit_bias=()), 50, [1, 2])
+    for _ in range(5):
+        assert steered.pick(logits, allowed) == plain.pick(other)
+        assert allowed[steered.emitted[-1]] and logits.tobytes() == before
+
+
+@pytest.mark.parametrize("bias", [((-1, 1.0),), ((1, 101.0),), ((1, float("nan")),), ((True, 1.0),), ((1, "1"),)])
+def test_a_bad_bias_is_named(bias):
+    with pytest.raises(UsageError, match="logit_bias"):
+        Sampling(logit_bias=bias)
+
+
+def test_a_bias_outside_the_vocabulary_is_named():
+    with pytest.raises(UsageError, match="token 50"):
+        Sampler(Sampling(logit_bias=((50, 1.0),)), 50)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,10 +43,22 @@ def stream(pieces: list[bytes], stops: list[str]) -> tuple[list[str], TextStream
     return [*given, out.flush()], out
 
 
+def characters(pieces: list[bytes]) -> list[tuple[int, int]]:
+    """The characters of each piece: the one it begins in, and the end of the one it ends in."""
+    decoder, read, found = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    for piece in pieces:
+        first, read = read, read + len(decoder.decode(piece))
+        found.append((first, read + bool(decoder.getstate()[0])))
+    return found
+
+
 def check(pieces: list[bytes], stops: list[str]) -> None:
     given, out = stream(pieces, stops)
     whole = b"".join(pieces)
     text, stopped = reference(whole, stops)
+    cut = len(text)
+    begun = sum(first < cut or end <= cut for first, end in characters(pieces)) if stopped else len(pieces)
+    assert out.delivered == begun
     assert "".join(given) == out.text == text and out.stopped == stopped
     assert out.flush() == "" and out.text == text
     if out.stopped:
@@ -140,3 +154,20 @@ def test_an_empty_stop_is_refused_and_one_string_is_one_stop() -> None:
     with pytest.raises(UsageError, match="empty"):
         TextStream(Pieces([]), ("a", ""))
     assert TextStream(Pieces([b"ba"]), "ba").push(0) == ""
+
+
+@settings(max_examples=200)
+@given(letters, stop_lists, cut_lists)
+def test_a_token_is_delivered_with_its_last_character(text: str, stops: list[str], cuts: list[int]) -> None:
+    """While it runs: of the tokens delivered every character is out, and of the next one not."""
+    pieces = split(text.encode(), cuts)
+    out, ends, read = TextStream(Pieces(pieces), stops), [], b""
+    for piece in pieces:
+        read += piece
+        ends.append(len(read.decode("utf-8", "replace")))
+    for i in range(len(pieces)):
+        out.push(i)
+        if out.stopped:
+            break
+        assert all(end <= len(out.text) for end in ends[: out.delivered])
+        assert out.delivered == i + 1 or ends[out.delivered] > len(out.text)
