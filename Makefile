@@ -60,7 +60,7 @@ clean:
 
 $(READY): pyproject.toml | .venv/bin/python
 	@echo "installing coli into .venv" >&2
-	@$(PIP) --editable .
+	@$(PIP) --editable ".[serve]"
 	@touch $@
 
 $(DEV): pyproject.toml | .venv/bin/python

@@ -49,7 +49,7 @@ EFFORTS: Mapping[str, str] = {
 }
 
 # a control token as all our families spell them: <|im_start|>, <|assistant|>, and DeepSeek's with full-width bars
-_CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>")
+CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>")
 _QWEN_ENDS = (b"<|im_end|>", b"<|endoftext|>")
 
 
@@ -147,7 +147,7 @@ def reasoning_state(prompt: str, tags: tuple[str, str] = ("<think>", "</think>")
     opening, closing = tags
     tail = prompt.rstrip()
     if not tail.endswith(tags):
-        turns = list(_CONTROL.finditer(tail))
+        turns = list(CONTROL.finditer(tail))
         tail = tail[turns[-1].end() :] if turns else ""
     opened, closed = tail.rfind(opening), tail.rfind(closing)
     if opened == closed:  # neither is there
@@ -185,6 +185,16 @@ def folder_stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
         if ids:
             return frozenset(ids)
     return frozenset()
+
+
+def checkpoint_sampling(folder: Path) -> dict[str, Any]:
+    """How the makers of a checkpoint sample from it, by its generation_config.json, in Sampling's names."""
+    file = Path(folder) / "generation_config.json"
+    said = _read_json(file) if file.is_file() else {}
+    if said.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: said[name] for name in names if said.get(name) is not None}
 
 
 def _source(folder: Path) -> tuple[Path, str] | None:

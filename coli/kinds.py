@@ -175,6 +175,14 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Secret(Text):
+    """A text that is never shown."""
+
+    def show(self, value: str) -> str:
+        return "(set)"
+
+
+@dataclass(frozen=True)
 class Folder:
     """A folder, with `~` expanded; it need not exist yet."""
 

@@ -16,9 +16,11 @@ import psutil
 from coli import cgroup
 
 # Measured (tests/models/test_plan_reality.py): interpreter, NumPy, LLVM's loader, compiled kernels; what the tokenizers
-# package keeps of a byte-level BPE of 64,000 to 248,000 tokens, for each; what a server needs besides: uvicorn,
-# starlette, pydantic, its models and routes, the metrics.
-PROCESS, TOKEN_BYTES, SERVER = 120_000_000, 800, 40_000_000
+# package keeps of a byte-level BPE of 64,000 to 248,000 tokens, for each.
+PROCESS, TOKEN_BYTES = 120_000_000, 800
+# The same of a server (tests/server/test_memory.py): uvicorn, starlette, pydantic, what they make of the endpoints, and
+# connections; what llguidance keeps of the tokenizer, for each token, once a client asks for JSON.
+SERVER, GRAMMAR_BYTES = 30_000_000, 500
 _SHARE = 0.88
 
 NAMES = {
@@ -47,7 +49,7 @@ class Terms:
     reading: int  # what experts are read through past the page cache, a piece a thread
     lookup: int  # the index of prompt lookup, of a whole context
     logits: int  # rows that an answer keeps for itself while others are computed
-    server: int = 0  # what serves HTTP
+    server: int = 0  # what serves HTTP, and its grammars
     head: int = 0  # the draft head's dense weights
     head_kv: int = 0
     head_workspace: int = 0

@@ -14,8 +14,8 @@ A checkpoint's rows of K/V stay where they are, shared with all that came after.
 writes the very same tokens leaves the same bytes (a row does not depend on the chunk it came in), so those stand;
 drafts never do. Hence a checkpoint that is there is right, pinned or not (complaint row 36).
 
-Memory: `budget` bytes. The least recently used goes first, pins last; of pins at most `pins` are kept, the most recently
-used ones. Guarded by tests/speculation/test_prefix.py: any history of requests gives the states of cold runs.
+Memory: `budget` bytes. The least recently used goes first, pins last; of pins at most `pins` are kept, the most
+recently used ones. Guarded by tests/speculation/test_prefix.py: any history of requests gives the states of cold runs.
 """
 
 from __future__ import annotations

@@ -44,6 +44,9 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """`token` was picked."""
 
+    def admits(self, drafts: Sequence[int]) -> int:
+        """How many of these, from the first on, could be picked next."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -172,7 +175,7 @@ class Session:
         with closing(self.steps(request)) as steps:
             yield from (step.text for step in steps if step.text)
 
-    def steps(self, request: Request) -> Iterator[Step]:
+    def steps(self, request: Request) -> Generator[Step, None, None]:
         """The same, step by step: each `next` runs one forward at most. Closing the iterator cancels the answer."""
         if self.state.answering:
             raise ValueError("an answer is under way on this state: end or close its iterator first")
@@ -243,7 +246,8 @@ class Session:
         logits = self._resume(ids)
         turn.cached = at = self.state.length
         self.decoder.begin(request.prompt_ids, most=turn.limit, options=request.speculation,
-                           prediction=request.prediction)  # fmt: skip
+                           prediction=request.prediction,
+                           admits=None if request.constraint is None else request.constraint.admits)  # fmt: skip
         ends = sorted({len(ids), *(mark for mark in request.marks if at < mark < len(ids))})
         for length in request.pins:
             if (known := self.prefixes.at(ids, length)) is not None:

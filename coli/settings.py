@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from coli.errors import UsageError
-from coli.kinds import Bit, Choice, Depth, File, Folder, Gigabytes, Kind, Present, Share, Text, Whole
+from coli.kinds import Bit, Choice, Depth, File, Folder, Gigabytes, Kind, Present, Secret, Share, Text, Whole
 
 ALL = ("all",)
 ENGINES = ("qwen38", "qwen36")  # engines this version has; the first one's values are what `load` gives
@@ -175,6 +175,12 @@ class Settings:
                          "by copies of the recurrent state, or by a log of what they add")  # fmt: skip
     usage_save: bool = variable("USAGE_SAVE", Bit(), True, "0 leaves the history files as they are",
                                 flag="--usage-save")  # fmt: skip
+    api_key: str | None = variable("COLI_API_KEY", Secret("any text"), None, "the key that `coli serve` asks of its "
+                                   "clients and `coli chat` shows a server", flag="--api-key",
+                                   unset="no key")  # fmt: skip
+    url: str | None = variable("COLI_URL", Text("an address such as http://127.0.0.1:8000/v1"), None, "the server that "
+                               "`coli chat` talks to", flag="--url", unset="the one of this machine at port 8000, where "
+                               "it answers")  # fmt: skip
     debug: bool = variable("COLI_DEBUG", Bit(), False, "1 prints the traceback of an error")
     env_strict: bool = variable("COLI_ENV_STRICT", Bit(), False, "1 makes an unknown variable an error")
     no_color: bool = variable("NO_COLOR", Present(), False, "no colours on stderr")

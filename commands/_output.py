@@ -73,10 +73,23 @@ class Output:
     def note(self, text: str) -> None:
         """A line about the work; on a terminal it does not go into the middle of an answer's line."""
         if not self.quiet:
+            self._line(f"{_DIM}{text}{_PLAIN}" if self._dim else text)
+
+    def aside(self, text: str) -> None:
+        """A piece of what the work says beside its result, as it comes."""
+        if not self.quiet:
             self._wipe()
-            if self._open and sys.stdout.isatty() and sys.stderr.isatty():
-                _say("\n")
-            _say(f"{_DIM}{text}{_PLAIN}\n" if self._dim else f"{text}\n")
+            _say(f"{_DIM}{text}{_PLAIN}" if self._dim and text.strip() else text)
+
+    def error(self, text: str) -> None:
+        """An error that does not end the command: a line, also under --quiet."""
+        self._line(f"coli: {text}")
+
+    def _line(self, text: str) -> None:
+        self._wipe()
+        if self._open and sys.stdout.isatty() and sys.stderr.isatty():
+            _say("\n")
+        _say(f"{text}\n")
 
     def lines(self, texts: Iterable[str]) -> None:
         for text in texts:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from coli.commands import bench, convert, doctor, env, info, plan, run, warmup
+from coli.commands import bench, chat, convert, doctor, env, info, plan, run, serve, warmup
 from coli.commands._errors import guarded
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run.run)
+app.command()(serve.serve)
+app.command()(chat.chat)
 app.command()(info.info)
 app.command()(plan.plan)
 app.command()(convert.convert)

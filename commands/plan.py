@@ -53,7 +53,7 @@ def plan(
     ] = None,
     snapshots: Annotated[
         int | None, typer.Option("--snapshots", metavar="N", min=0, help="States of prefixes and pins that are kept "
-                                 "in all [0; 8 a slot of a server].")
+                                 "in all [0; 6 a slot of a server].")
     ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure disk and memory now, about two seconds, and keep the figures.")

@@ -28,7 +28,7 @@ from coli.speculation import lookup, vocabulary
 from coli.speculation.options import Speculation
 
 _SMALLEST_CONTEXT = 256  # worth proposing where a larger one does not fit
-KEPT = 8  # prefixes and pins that a slot of a server keeps, unless told
+KEPT = 6  # prefixes and pins that a slot of a server keeps, unless told
 _PICKING = 4  # rows of logits an answer holds besides those of its verify: the last, and what penalties and a mask need
 
 
@@ -216,9 +216,10 @@ def _terms(
     if survey.slots:
         readers = reading_threads(threads) + (HEAD_READERS if head and survey.head and survey.head.slot else 0)
     drafts = Speculation.of(settings) if head else replace(Speculation.of(settings), mtp=False)
+    server = (memory.SERVER + survey.tokens * memory.GRAMMAR_BYTES) * sequences.server
     kept = sequences.snapshots + bool(sequences.snapshots)  # one more while it is made
     return memory.Terms(
-        process=memory.PROCESS, server=memory.SERVER * sequences.server, tokenizer=survey.tokens * memory.TOKEN_BYTES,
+        process=memory.PROCESS, server=server, tokenizer=survey.tokens * memory.TOKEN_BYTES,
         dense=sum(survey.dense.values()), kv=slots * ctx * spec.kv_bytes_per_token(),
         recurrent=slots * (spec.recurrent_bytes() + spec.ring_bytes()),
         workspace=family.workspace_bytes(g, limit=limit, ctx=ctx, threads=threads, codes=survey.codes),

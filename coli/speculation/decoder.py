@@ -138,6 +138,7 @@ class Decoder:
         self._tallies = {"mtp": Tally("mtp"), "lookup": Tally("lookup")}
         self._tokens = self._forwards = self._bytes = self._rejected_bytes = self._rejected_rows = 0
         self._most: int | None = None  # tokens the caller may pick in this turn
+        self._admits: Callable[[Sequence[int]], int] | None = None
         self._mid_verify = self._no_memory = False
         self._shadow: _Shadow | None = None
         self.gate.turn()
@@ -171,12 +172,13 @@ class Decoder:
             self.lookup.reset(place.trunk.tokens.tolist())
 
     def begin(self, prompt: Sequence[int], most: int | None = None, *, options: Speculation | None = None,
-              prediction: Sequence[int] = ()) -> None:  # fmt: skip
+              prediction: Sequence[int] = (), admits: Callable[[Sequence[int]], int] | None = None) -> None:  # fmt: skip
         """A turn with this whole prompt starts: its counters, and the list the head scores. `most`: tokens the caller
         will pick at most; nobody asks for logits after the last, so none are drafted. `options`: for this turn, which
-        cannot turn on a source that the session lacks; `prediction`: what may follow, to copy from."""
+        cannot turn on a source that the session lacks; `prediction`: what may follow, to copy from; `admits`: of drafts
+        behind the last pick, how many the caller might pick at all."""
         self._start_turn()
-        self._most, self.options = most, options or self._base
+        self._most, self._admits, self.options = most, admits, options or self._base
         if self.lookup is not None and (prediction or self.lookup.aside):
             self.lookup.reset(self.state.tokens[: self.state.length].tolist(), aside=prediction)
         if self._vocabulary is not None:
@@ -220,7 +222,7 @@ class Decoder:
                 verify.accepted += 1
                 return verify.logits[verify.accepted]
             self._settle(verify, rejected=draft is not None)
-        return self._forward(token, self._propose(token))
+        return self._forward(token, self._admitted(self._propose(token)))
 
     def _position(self) -> int:
         """Where the token being fed goes."""
@@ -317,6 +319,16 @@ class Decoder:
         if copied and self._shadow is None:
             self._shadow = _Shadow(copied)
         return self._draft(token, depth) if depth else _Proposal()
+
+    def _admitted(self, proposal: _Proposal) -> _Proposal:
+        """Without the drafts that the caller's grammar would refuse: nobody would pick them."""
+        if self._admits is None or not proposal.drafts:
+            return proposal
+        kept = self._admits(proposal.drafts)
+        proposal.drafts, proposal.p = proposal.drafts[:kept], proposal.p and proposal.p[:kept]
+        if not kept:
+            proposal.source, proposal.p = None, None
+        return proposal
 
     def _copies(self, copied: tuple[float, int], drafted: tuple[float, int]) -> bool:
         """Whether the copied proposal is carried before the head's; both are (value, drafts)."""

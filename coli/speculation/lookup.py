@@ -28,9 +28,9 @@ _PAIR, _TRIPLE, _QUAD = ((1 << _BITS * n) - 1 for n in (2, 3, 4))
 class Lookup:
     """History of one session and its index. Token ids lie in 0 .. 2^32 - 2.
 
-    Only fed tokens are pushed, never drafts. Before them may stand tokens `aside`, which are no part of the sequence and
-    only copied from: a prediction of what will be said. A gap in the fed positions leaves the history unknown: from there on
-    nothing is proposed until the next `reset`.
+    Only fed tokens are pushed, never drafts. Before them may stand tokens `aside`, which are no part of the sequence
+    and only copied from: a prediction of what will be said. A gap in the fed positions leaves the history unknown: from
+    there on nothing is proposed until the next `reset`.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:

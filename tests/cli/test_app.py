@@ -11,7 +11,7 @@ import pytest
 from coli.commands._options import NO_MODEL
 from tests.conftest import CLI, Coli, clean_env
 
-COMMANDS = ("run", "info", "convert", "doctor", "env", "warmup", "bench")
+COMMANDS = ("run", "serve", "info", "convert", "doctor", "env", "warmup", "bench")
 HEAVY = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "rich", "platformdirs", "coli.engine")
 
 

@@ -128,7 +128,7 @@ def test_slots_are_of_a_server(coli: Coli) -> None:
     assert (run["slots"], run["snapshots"], run["server"]) == (1, 0, False) and run["plans"][0]["terms"]["server"] == 0
     assert (four["slots"], four["snapshots"], four["server"]) == (4, 4 * KEPT, True)
     assert four["plans"][0]["terms"]["kv"] == four["context"]["kv_bytes"] == 4 * run["context"]["kv_bytes"]
-    assert four["plans"][0]["terms"]["server"] == memory.SERVER and few["snapshots"] == 3
+    assert four["plans"][0]["terms"]["server"] > memory.SERVER and few["snapshots"] == 3
     text = coli("plan", "--ram", "2", "--slots", "4").stdout
     assert ", in 4 slots" in text and f"{4 * KEPT} of them kept" in text and "server" in text
     assert "slots" not in coli("plan", "--ram", "2").stdout

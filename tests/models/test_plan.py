@@ -130,9 +130,10 @@ def test_snapshots_count(folder):
         state = opened.state
         opened.engine.model.forward([1, 2, 3], state)
         trunk = state.copy()
-        head = opened.engine.head.new_state().copy()
+        head = opened.engine.head.new_state()
+        head.waiting = len(head.pending)  # as many rows as can wait
         assert opened.engine.snapshot_bytes == one
-    assert one == trunk.nbytes - trunk.tokens.nbytes + head.nbytes + 2 * 8 * 4096 + 4 * found.geometry.vocab
+    assert one == trunk.nbytes - trunk.tokens.nbytes + head.copy().nbytes + 2 * 8 * 4096 + 4 * found.geometry.vocab
 
 
 def test_what_a_sequence_needs_counts_once_a_slot(folder):
@@ -144,7 +145,8 @@ def test_what_a_sequence_needs_counts_once_a_slot(folder):
     shared = ("process", "server", "tokenizer", "dense", "workspace", "reading", "head", "head_workspace", "vocabulary")
     assert all(getattr(four, name) == getattr(one, name) for name in shared)
     run = make_plan(found, resolved, 1 << 40).terms
-    assert run.server == 0 and one.total - run.total == memory.SERVER + one.snapshots
+    assert run.server == 0 and one.total - run.total == one.server + one.snapshots
+    assert one.server == memory.SERVER + found.tokens * memory.GRAMMAR_BYTES
 
 
 def test_fewer_slots_are_proposed_where_the_context_is_short_already(folder):

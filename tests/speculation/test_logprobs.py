@@ -79,6 +79,10 @@ def test_a_constraint_and_a_bias_steer_every_pick(engines, options):
         def accept(self, token):
             self.taken.append(token)
 
+        def admits(self, drafts):
+            fitting = [token % 2 == (len(self.taken) + n) % 2 for n, token in enumerate(drafts)]
+            return [*fitting, False].index(False)
+
     parity = Parity()
     request = Request(PROMPT, 12, Sampling(logit_bias=((44, 100.0), (43, -100.0))), stop_ids=frozenset({-1}),
                       constraint=parity)  # fmt: skip
