@@ -8,7 +8,7 @@ Rules, names and constants: spec_decoding.md sections 1 to 5.
 
 Where we leave those rules, each for a reason:
   - k stays below the tokens the caller may still pick (`begin`): nobody asks for the rows behind them.
-  - A copied proposal that no verify carried is judged by the picks all the same, for the gate alone (`_Shadow`): beside
+  - A copied proposal that no verify carried is judged by the picks all the same, for the gate alone (`Shadow`): beside
     a good head the lookup's estimate would stay at its prior for ever.
   - The head's time until its first draft is kept apart from T(n) (coli/speculation/gate.py), so that verifies of both
     sources share T(n).
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,7 @@ from coli.speculation.gate import Gate
 from coli.speculation.lookup import Lookup
 from coli.speculation.mtp import Head, HeadPlace, MtpSource
 from coli.speculation.options import Speculation
+from coli.speculation.proposal import Proposal, Shadow, Verify
 from coli.speculation.report import SpeculationReport, VocabularyReport, acceptance_warning
 from coli.speculation.tally import Tally
 from coli.state import Snapshot, State
@@ -64,46 +65,6 @@ class Vocabulary(Protocol):
     def turn_report(self) -> VocabularyReport: ...
 
 
-@dataclass
-class _Proposal:
-    """Drafts of one source; none for a plain step."""
-
-    source: str | None = None
-    drafts: list[int] = field(default_factory=list)
-    p: list[float] | None = None
-    written: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
-class _Shadow:
-    """Copied drafts that no verify carried. The picks show all the same how many would have stood, which keeps the
-    gate's word of the lookup fresh without a single probe; no report counts them."""
-
-    drafts: list[int]
-    accepted: int = 0
-
-
-@dataclass
-class _Verify:
-    """The last forward: its drafts, how many stood so far, and what is kept of it until it settles."""
-
-    pick: int
-    position: int
-    proposal: _Proposal
-    logits: np.ndarray  # of the rows that are numbers
-    streams: np.ndarray | None  # for the head, once it is known which rows stand; a plain step's has gone there
-    seconds: float
-    bytes: list[int]  # by row
-    accepted: int = 0
-
-    @property
-    def next(self) -> int | None:
-        """The draft that the next pick settles; None behind the last whose row is numbers: what plain decoding might
-        never ask for must not be answered, and where it does ask it fails as plain decoding does."""
-        return self.proposal.drafts[self.accepted] if self.accepted + 1 < len(self.logits) else None
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a decoder stood between two turns. K/V and index keys stay where they are until overwritten."""
@@ -129,7 +90,7 @@ class Decoder:
         self._wiring = head.wiring if head is not None else ""
         self._vocabulary = vocabulary if self.mtp is not None else None
         self._engine, self._vocab, self._reference, self._trace = engine, vocab, reference, trace
-        self._verify: _Verify | None = None
+        self._verify: Verify | None = None
         self._base = options
         self.on_write: Overwrite | None = None  # is told, before they are written: first row, tokens, all stand
         self._start_turn()
@@ -140,7 +101,7 @@ class Decoder:
         self._most: int | None = None  # tokens the caller may pick in this turn
         self._admits: Callable[[Sequence[int]], int] | None = None
         self._mid_verify = self._no_memory = False
-        self._shadow: _Shadow | None = None
+        self._shadow: Shadow | None = None
         self.gate.turn()
 
     # ---- the caller's side
@@ -171,8 +132,10 @@ class Decoder:
         if self.lookup is not None:
             self.lookup.reset(place.trunk.tokens.tolist())
 
-    def begin(self, prompt: Sequence[int], most: int | None = None, *, options: Speculation | None = None,
-              prediction: Sequence[int] = (), admits: Callable[[Sequence[int]], int] | None = None) -> None:  # fmt: skip
+    def begin(
+        self, prompt: Sequence[int], most: int | None = None, *, options: Speculation | None = None,
+        prediction: Sequence[int] = (), admits: Callable[[Sequence[int]], int] | None = None,
+    ) -> None:  # fmt: skip
         """A turn with this whole prompt starts: its counters, and the list the head scores. `most`: tokens the caller
         will pick at most; nobody asks for logits after the last, so none are drafted. `options`: for this turn, which
         cannot turn on a source that the session lacks; `prediction`: what may follow, to copy from; `admits`: of drafts
@@ -229,7 +192,7 @@ class Decoder:
         verify = self._verify
         return self.state.length if verify is None else verify.position + 1 + verify.accepted
 
-    def _judge(self, shadow: _Shadow, token: int) -> None:
+    def _judge(self, shadow: Shadow, token: int) -> None:
         stands = shadow.drafts[shadow.accepted] == token
         shadow.accepted += stands
         if not stands or shadow.accepted == len(shadow.drafts):
@@ -246,7 +209,7 @@ class Decoder:
             self._settle(verify, rejected=False, ended=True)
 
     # ---- a forward and its end
-    def _forward(self, token: int, proposal: _Proposal) -> np.ndarray:
+    def _forward(self, token: int, proposal: Proposal) -> np.ndarray:
         if proposal.drafts and not self.state.reserve(len(proposal.drafts)):
             if proposal.source is not None:
                 self.gate.outdone(proposal.source)
@@ -262,7 +225,7 @@ class Decoder:
         logits, streams = answer.logits, None
         if rows > 1:
             logits, streams = logits.copy(), answer.streams.copy()
-        self._verify = _Verify(
+        self._verify = Verify(
             token, position, proposal, logits, streams, seconds, self.model.row_bytes[:rows].tolist()
         )
         self._forwards += 1
@@ -272,7 +235,7 @@ class Decoder:
             self.mtp.note(self.state, answer.streams)
         return logits[0]
 
-    def _settle(self, verify: _Verify, *, rejected: bool, ended: bool = False) -> None:
+    def _settle(self, verify: Verify, *, rejected: bool, ended: bool = False) -> None:
         """The verify is over: undo what does not stand, tell the sources and the gate."""
         self._verify = None
         drafts, accepted, source = verify.proposal.drafts, verify.accepted, verify.proposal.source
@@ -299,28 +262,28 @@ class Decoder:
             })  # fmt: skip
 
     # ---- proposals
-    def _propose(self, token: int) -> _Proposal:
+    def _propose(self, token: int) -> Proposal:
         """What the next verify carries: the source of the higher value; on a tie the longer, or, where the head's must
         be strictly better, the copied one (section 3)."""
         room = self.state.ctx - self.state.length - 1
         if self._most is not None:
             room = min(room, self._most - self._tokens - 2)  # without this pick and the last
         if room < 1:
-            return _Proposal()
+            return Proposal()
         copied, copied_k, copied_value = self._look_up(room)
         depth, value = self._depth(room)
         if copied_k and (not depth or self._copies((copied_value, copied_k), (value, depth))):
             if depth:
                 self.gate.outdone("mtp")
             self._shadow = None
-            return _Proposal("lookup", copied[:copied_k], written=len(copied))
+            return Proposal("lookup", copied[:copied_k], written=len(copied))
         if copied_k:
             self.gate.outdone("lookup")
         if copied and self._shadow is None:
-            self._shadow = _Shadow(copied)
-        return self._draft(token, depth) if depth else _Proposal()
+            self._shadow = Shadow(copied)
+        return self._draft(token, depth) if depth else Proposal()
 
-    def _admitted(self, proposal: _Proposal) -> _Proposal:
+    def _admitted(self, proposal: Proposal) -> Proposal:
         """Without the drafts that the caller's grammar would refuse: nobody would pick them."""
         if self._admits is None or not proposal.drafts:
             return proposal
@@ -359,22 +322,22 @@ class Decoder:
             return most, self.gate.value("mtp", most)
         return self.gate.pick("mtp", most)
 
-    def _draft(self, token: int, depth: int) -> _Proposal:
+    def _draft(self, token: int, depth: int) -> Proposal:
         assert self.mtp is not None
         fixed = self._forced("mtp", self.options.mtp_force, depth)
         if fixed is not None:
             if not fixed:
-                return _Proposal()
+                return Proposal()
             depth = len(fixed)
         trims, least = self.options.trims, self.options.pmin
         if trims and self.gate.wants_plain():
-            return _Proposal()
+            return Proposal()
         written = self.mtp.write(
             self.state, token, depth, forced=fixed,
             more=lambda p: p[-1] >= least and (not trims or self.gate.deeper_p("mtp", p)),
         )  # fmt: skip
         if written is None:
-            return _Proposal()
+            return Proposal()
         self._bytes += written.bytes
         self.gate.first_cost("mtp", written.first_s)
         if len(written.tokens) > 1:
@@ -385,7 +348,7 @@ class Decoder:
             kept -= 1
         if trims:
             kept = self.gate.pick_p("mtp", written.p[:kept], fixed=depth)[0]
-        return _Proposal("mtp" if kept else None, written.tokens[:kept], written.p[:kept], len(written.tokens),
+        return Proposal("mtp" if kept else None, written.tokens[:kept], written.p[:kept], len(written.tokens),
                          written.behind_s + written.first_s + written.deeper_s)  # fmt: skip
 
     def _forced(self, source: str, mode: str | None, most: int) -> list[int] | None:

@@ -20,8 +20,9 @@ import numpy as np
 
 from coli.engine import Engine
 from coli.settings import MOST_DRAFTS
-from coli.speculation.decoder import Decoder, Place, _Proposal
+from coli.speculation.decoder import Decoder, Place
 from coli.speculation.options import Speculation
+from coli.speculation.proposal import Proposal
 from coli.speculation.report import SpeculationReport
 from coli.state import State
 
@@ -227,19 +228,19 @@ class Fuzzed(Decoder):
 
     rng: np.random.Generator
 
-    def _propose(self, token: int) -> _Proposal:
+    def _propose(self, token: int) -> Proposal:
         room = self.state.ctx - self.state.length - 1
         most = self.options.most
         kind, k = self.rng.integers(0, 5), min(room, int(self.rng.integers(1, max(5, most) + 1)))
         if k < 1 or kind == 0:
-            return _Proposal()
+            return Proposal()
         if kind < 3 and self.mtp is not None:
             return self._draft(token, min(k, most))
         drafts = self._forced("lookup", None, k)
         if not drafts or self.lookup is None:
-            return _Proposal()
+            return Proposal()
         self._tallies["lookup"].wrote(len(drafts))
-        return _Proposal("lookup", drafts, written=len(drafts))
+        return Proposal("lookup", drafts, written=len(drafts))
 
     def _forced(self, source: str, mode: str | None, most: int) -> list[int]:
         assert self._reference is not None

@@ -10,8 +10,9 @@ import pytest
 
 from coli.errors import UsageError
 from coli.settings import load
-from coli.speculation.decoder import Decoder, _Proposal
+from coli.speculation.decoder import Decoder
 from coli.speculation.options import Speculation, idle
+from coli.speculation.proposal import Proposal
 from coli.trace import Record, most, replay
 from tests.speculation.harness import counts, forced_counts
 from tests.speculation.scripted import Text
@@ -122,7 +123,7 @@ def test_the_choice_between_the_sources(
 ) -> None:
     monkeypatch.setattr(Decoder, "_look_up", lambda self, room: ([7] * copied[1], copied[1], copied[0]))
     monkeypatch.setattr(Decoder, "_depth", lambda self, room: (drafted[1], drafted[0]))
-    monkeypatch.setattr(Decoder, "_draft", lambda self, token, depth: _Proposal("mtp", [7] * depth, written=depth))
+    monkeypatch.setattr(Decoder, "_draft", lambda self, token, depth: Proposal("mtp", [7] * depth, written=depth))
     for expected, options in ((qwen38, Speculation()), (qwen36, Speculation(most=7, strict=True))):
         decoder = Decoder.__new__(Decoder)
         decoder.options, decoder._most, decoder._shadow = options, None, None
