@@ -152,7 +152,7 @@ class Server:
             _shut(open_socket)
 
     def details(self) -> list[str]:
-        return [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in self.own.items()]
+        return [f"{name}: {json.dumps(value)}" for name, value in self.own.items()]
 
     def idle(self, conversation: Conversation) -> list[str]:
         return []  # the server refuses what its model does not read

@@ -1,7 +1,7 @@
 """The slash commands of a chat: one table, from which /help, completion and the parser read.
 
 A line that begins with a slash is a command, one that begins with two is text with one. A command gives the lines to
-say, raises UsageError for what it cannot do, or Leave. Guarded by tests/cli/test_chat.py.
+say, raises UsageError for what it cannot do, or Leave. Guarded by tests/cli/test_chat_loop.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coli.commands._errors import printable
 from coli.errors import UsageError
 from coli.report import count
 
@@ -69,7 +70,7 @@ def _system(chat: Chat, argument: str) -> list[str]:
     if argument:
         chat.conversation.system = None if argument == "-" else argument
     system = chat.conversation.system
-    return ["no system message" if system is None else f"system message: {system}"]
+    return ["no system message" if system is None else f"system message: {printable(system)}"]
 
 
 def _save(chat: Chat, argument: str) -> list[str]:

@@ -89,6 +89,7 @@ class Lines:
 
     def __init__(self, interrupts: Interrupts, ask: Callable[[str], None] | None) -> None:
         self._interrupts, self._ask = interrupts, ask
+        self.interrupted = interrupts.take
         self._number = 0
 
     def read(self) -> str | None:
@@ -128,6 +129,7 @@ class Editor:
 
     def __init__(self, interrupts: Interrupts, note: Note, words: Iterable[str]) -> None:
         self._interrupts = interrupts
+        self.interrupted = interrupts.take
         self._session = _session(_history(history_file(), note), list(words))
         self._terminated = False
 
@@ -214,11 +216,8 @@ def _history(file: Path, note: Note) -> History:
 
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.fchmod(descriptor, 0o600)
-        finally:
-            os.close(descriptor)
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+        file.chmod(0o600)
     except OSError as error:
         note(f"the history is not kept: {file}: {error.strerror}")
         return InMemoryHistory()

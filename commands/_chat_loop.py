@@ -5,7 +5,7 @@ a second one before anything else was sent leaves with 130, and while an answer 
 leave with 0, SIGTERM with 143.
 A turn that fails is undone. A person is told and goes on; a script ends with the error's exit code, and so it does with
 a Ctrl-C. A command that a script got wrong is told, the rest of it runs, and its exit code is 2.
-Guarded by tests/cli/test_chat.py and tests/cli/test_chat_pty.py.
+Guarded by tests/cli/test_chat_loop.py and tests/cli/test_chat_pty.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coli.commands import _chat_commands as commands
 from coli.commands._errors import printable
-from coli.commands._signals import cancelling
+from coli.commands._signals import Terminated, cancelling
 from coli.conversation import Conversation, Partner, Totals, Turn, TurnFacts
 from coli.errors import ColiError, Exit, UsageError
 
@@ -30,6 +30,9 @@ class Reader(Protocol):
 
     def read(self) -> str | None:
         """The next input, None at the end. Raises KeyboardInterrupt for a Ctrl-C."""
+
+    def interrupted(self) -> bool:
+        """Whether a Ctrl-C came since the last input and `read` has not raised for it; it will not then."""
 
 
 class Chat:
@@ -103,14 +106,20 @@ class Chat:
 
     def _ask(self, question: str) -> None:
         said: dict[str, list[str]] = {"reasoning": [], "content": []}
-        self._view.begin()
+        caught: list[Exit] = []
         try:
             with cancelling(self.partner.cancel) as caught:
+                if self._reader.interrupted():  # after it was read, before anybody listened
+                    caught.append(Exit.INTERRUPTED)
+                    self.partner.cancel()
+                self._view.begin()
                 for delta in self.partner.answer(self.conversation, question):
                     said[delta.kind].append(delta.text)
                     self._view.show(delta)
         except BaseException:
             self._view.fail()
+            if Exit.TERMINATED in caught:
+                raise Terminated from None
             raise
         turn = Turn(question, "".join(said["content"]), "".join(said["reasoning"]))
         self._view.end(turn, self.partner.facts)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coli.commands import _options
+from coli.commands._errors import printable
 from coli.commands._model_flags import model_flags
 from coli.errors import UsageError
 
@@ -105,7 +106,8 @@ def _wishes(**given: Any) -> Wishes:
     from coli.conversation import Wishes
 
     plain = ("max_tokens", "stop", "effort")
-    sampling_of(**{name: value for name, value in given.items() if value is not None and name not in plain})
+    if sampling := {name: value for name, value in given.items() if value is not None and name not in plain}:
+        sampling_of(**sampling)
     for text in given["stop"] or ():
         if not _valid(text, "--stop"):
             raise UsageError("an empty text stops every answer", "--stop", "give the text to end before")
@@ -133,7 +135,7 @@ def _partner(settings: Settings, wishes: Wishes, out: Output) -> Iterator[Partne
         if address is not None:
             server = Server.open(address, settings.api_key, wishes, out.progress)
             out.done()
-            out.note(f"coli chat: {server.model} at {address}")
+            out.note(printable(f"coli chat: {server.model} at {address}"))
             yield server
             return
         from coli.engine import Engine

@@ -7,6 +7,7 @@ import re
 import select
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ import pytest
 pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
 
 ROWS, COLUMNS, WHERE_S = 24, 100, b"\x1b[6n"  # the last is what asks for the cursor's place
+# makes the terminal the program's own, so that Ctrl-C is its signal; no preexec_fn, for tests have threads
+_OWN = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[=>()].?)")
 
 
@@ -27,8 +30,8 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         self.process = subprocess.Popen(
-            arguments, stdin=slave, stdout=slave, stderr=slave, cwd=cwd, env={**env, "TERM": "xterm"},
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            [sys.executable, "-c", _OWN, *arguments], stdin=slave, stdout=slave, stderr=slave, cwd=cwd,
+            env={**env, "TERM": "xterm"}, start_new_session=True,
         )  # fmt: skip
         self._slave = slave  # kept open, so that its modes can be looked at when the program has ended
         self.seen = ""  # of the program, without escape sequences, since the last `until`
@@ -46,20 +49,20 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def until(self, words: str, patience: float = 30.0) -> str:
+    def until(self, words: str, patience: float = 60.0) -> str:
         """What was written up to these words; fails where they do not come."""
         deadline = time.monotonic() + patience
         while words not in self.seen:
-            assert time.monotonic() < deadline and self._read(), f"no {words!r} in {self.seen!r}"
+            assert time.monotonic() < deadline and self._read(), f"no {words!r} in {self.seen[-2000:]!r}"
         place = self.seen.index(words) + len(words)
         text, self.seen = self.seen[:place], self.seen[place:]
         return text
 
-    def end(self, patience: float = 30.0) -> int:
+    def end(self, patience: float = 60.0) -> int:
         """The exit code, once it has ended; `seen` has the rest."""
         deadline = time.monotonic() + patience
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"still there: {self.seen!r}"
+            assert time.monotonic() < deadline, f"still there: {self.seen[-2000:]!r}"
             self._read(0.05)
         while self._read(0.05):
             continue

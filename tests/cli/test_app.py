@@ -11,7 +11,7 @@ import pytest
 from coli.commands._options import NO_MODEL
 from tests.conftest import CLI, Coli, clean_env
 
-COMMANDS = ("run", "serve", "info", "convert", "doctor", "env", "warmup", "bench")
+COMMANDS = ("run", "chat", "serve", "info", "convert", "doctor", "env", "warmup", "bench")
 HEAVY = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "rich", "platformdirs", "coli.engine")
 
 
@@ -27,6 +27,7 @@ def test_help_is_there_within_its_bar() -> None:
 
 @pytest.mark.parametrize(("arguments", "heavy"), [(["--help"], HEAVY), (["run", "--help"], HEAVY),
                                                   (["bench", "--help"], HEAVY), (["env"], HEAVY),
+                                                  (["chat", "--help"], (*HEAVY, "prompt_toolkit", "http.client")),
                                                   (["info"], ("numba", "llvmlite", "tokenizers", "rich"))])  # fmt: skip
 def test_nothing_heavy_is_imported(arguments: list[str], heavy: tuple[str, ...]) -> None:
     code = (

@@ -13,6 +13,7 @@ import pytest
 from coli.answer import Delta
 from coli.commands._chat_loop import AGAIN, Chat
 from coli.commands._output import Output
+from coli.commands._signals import Terminated
 from coli.conversation import Conversation, Turn, TurnFacts
 from coli.errors import NonFinite, PromptTooLong
 
@@ -37,12 +38,16 @@ class Partner:
         pieces = [Delta("reasoning", "hm"), Delta("content", "yes, "), Delta("content", question)]
         number, most = self.stop.get(question, (0, len(pieces)))
         yield from pieces[:most]
-        if question in self.fail:
-            raise self.fail[question]
+        if self._told.is_set():
+            self._told.clear()
+            self.facts = STOPPED
+            return
         if number:
             os.kill(os.getpid(), number)
             assert self._told.wait(30)
             self._told.clear()
+        if question in self.fail:
+            raise self.fail[question]
         self.facts = STOPPED if number else FACTS
 
     def cancel(self) -> None:
@@ -60,11 +65,18 @@ class Reader:
 
     def __init__(self, *inputs: str | type[BaseException]) -> None:
         self.inputs = list(inputs)
+        self.waiting = ""  # the question after which a Ctrl-C waits
+        self._last: str | None = None
+
+    def interrupted(self) -> bool:
+        waits, self.waiting = self.waiting == self._last, ""
+        return waits
 
     def read(self) -> str | None:
         given = self.inputs.pop(0) if self.inputs else None
         if isinstance(given, type):
             raise given
+        self._last = given
         return given
 
 
@@ -92,8 +104,8 @@ class Setting:
     """A chat of `inputs`."""
 
     def __init__(self, *inputs: str | type[BaseException], interactive: bool = True) -> None:
-        self.partner, self.view, self.conversation = Partner(), View(), Conversation()
-        self.chat = Chat(self.conversation, self.partner, Reader(*inputs), self.view, Output(), interactive=interactive)
+        self.partner, self.view, self.reader, self.conversation = Partner(), View(), Reader(*inputs), Conversation()
+        self.chat = Chat(self.conversation, self.partner, self.reader, self.view, Output(), interactive=interactive)
 
     def run(self) -> int:
         return self.chat.run()
@@ -128,6 +140,13 @@ def test_a_question_that_was_stopped_before_its_answer_is_forgotten() -> None:
     assert any("forgotten" in text for text in setting.view.seen)
 
 
+def test_a_ctrl_c_between_a_question_and_its_answer_stops_it() -> None:
+    setting = Setting("one", "two")
+    setting.reader.waiting = "one"
+    assert setting.run() == 0
+    assert STOPPED.line() in setting.view.seen and len(setting.turns) == 2
+
+
 def test_ctrl_c_twice_leaves_and_once_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     setting = Setting("one", KeyboardInterrupt, "two", KeyboardInterrupt, "/help", KeyboardInterrupt, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -152,6 +171,14 @@ def test_signals_that_leave_after_the_answer_so_far(number: int, interactive: bo
     assert setting.turns == [Turn("one", "yes, ", "hm")] and "end" in setting.view.seen
 
 
+def test_sigterm_is_heard_also_by_a_turn_that_fails() -> None:
+    setting = Setting("one", "two")
+    setting.partner.stop["one"], setting.partner.fail["one"] = (signal.SIGTERM, 2), NonFinite("x")
+    with pytest.raises(Terminated):
+        setting.run()
+    assert setting.turns == [] and setting.view.seen[-1] == "fail"
+
+
 def test_a_person_goes_on_after_a_turn_that_failed_as_if_it_had_not_been(capsys: pytest.CaptureFixture[str]) -> None:
     setting = Setting("one", "two")
     setting.partner.fail["one"] = NonFinite("NaN\x1b[2J", "layer 3", "ask again")
@@ -174,7 +201,7 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
                       "/think", "/quit", "never")  # fmt: skip
     assert setting.run() == 0
     seen = setting.view.seen
-    for line in ("system message: be  kind", "thinking: on", "no effect", "a detail", "a key", "no system message",
+    for line in ("system message: be kind", "thinking: on", "no effect", "a detail", "a key", "no system message",
                  "forgot 1 turn, the system message stays", f"last: {FACTS.line()}"):  # fmt: skip
         assert line in seen, line
     assert sum(line.startswith("/") for line in seen) == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import stat
 import sys
@@ -36,7 +37,7 @@ def start(tmp_path: Path, script: Script) -> Iterator[Callable[..., Terminal]]:
     with ExitStack() as opened:
 
         def make(*flags: str, own: bool = False, **env: str) -> Terminal:
-            home = {"XDG_DATA_HOME": str(tmp_path / "data"), "HOME": str(tmp_path)}
+            home = {"XDG_DATA_HOME": str(tmp_path / "data")}
             if own:
                 arguments = [*SLOW, "chat", "--model", str(NANO), *flags]
             else:
@@ -121,8 +122,8 @@ def test_ctrl_c_at_the_prompt_once_empties_it_twice_leaves(start: Callable[..., 
 def test_an_engine_of_its_own_stops_and_remembers(start: Callable[..., Terminal], tmp_path: Path) -> None:
     terminal = start(own=True)
     terminal.type("Tell me a story.\r")
-    terminal.until("reading the prompt")
-    terminal.until(" ")
+    terminal.until("(Ctrl-C stops)")
+    terminal.until("   ")  # the first words, and the rest of their line
     terminal.type("\x03")
     terminal.until("stopped")
     terminal.until(FOOTER)
@@ -133,6 +134,21 @@ def test_an_engine_of_its_own_stops_and_remembers(start: Callable[..., Terminal]
     terminal.until(AGAIN)
     terminal.type("\x03")
     assert terminal.end() == 130 and (tmp_path / "kept.json").exists()
+
+
+def test_answers_go_through_tee_and_the_editor_stays(tmp_path: Path, script: Script) -> None:
+    with serving(script) as url:
+        command = f"{shlex.join([*CLI, 'chat', '--url', url])} | tee log"
+        env = clean_env(XDG_DATA_HOME=str(tmp_path / "data"))
+        with Terminal(["sh", "-c", command], tmp_path, env) as terminal:
+            for _ in range(2):
+                terminal.until(FOOTER)
+                terminal.type("hello\r")
+                terminal.until("cached")
+            terminal.until(FOOTER)
+            terminal.type("/quit\r")
+            assert terminal.end() == 0
+    assert (tmp_path / "log").read_text() == "some **bold** words \n" * 2
 
 
 def test_sigterm_at_the_prompt(start: Callable[..., Terminal]) -> None:
