@@ -225,7 +225,7 @@ def _terms(
         workspace=family.workspace_bytes(g, limit=limit, ctx=ctx, threads=threads, codes=survey.codes),
         undo=slots * spec.undo_bytes(settings.undo, drafts.deepest),
         snapshots=kept * snapshot_bytes(survey, ctx, head=head),
-        lookup=slots * ctx * lookup.TOKEN_BYTES * settings.lookup,
+        lookup=slots * ctx * (1 + sequences.server) * lookup.TOKEN_BYTES * settings.lookup,  # a client's prediction too
         logits=slots * (1 + drafts.deepest + _PICKING) * 4 * g.vocab,
         reading=readers * bounce_bytes(max(survey.slots, default=0)), **heads,
     )  # fmt: skip

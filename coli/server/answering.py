@@ -121,7 +121,8 @@ class Answering:
         return self._answer
 
     async def whole(self) -> Answer:
-        """All of it; closes."""
+        """All of it; closes. Nobody reads before the end, so nothing wakes this thread while the model computes."""
+        self.job.pace = None
         try:
             async for _ in self:
                 pass

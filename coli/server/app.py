@@ -63,7 +63,8 @@ async def _health(request: Request) -> Response:
     if service is None:
         return JSONResponse({"status": "loading"}, 503, {"retry-after": "1"})
     facts = {"status": "draining" if service.draining else "ok", "running": service.scheduler.running,
-             "waiting": service.scheduler.waiting, "slots": service.options.slots}  # fmt: skip
+             "waiting": service.scheduler.waiting, "slots": service.options.slots,
+             "drafts": service.drafts}  # fmt: skip
     return JSONResponse(facts, 503 if service.draining else 200)
 
 

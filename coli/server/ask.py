@@ -262,7 +262,8 @@ def _request(service: Service, ids: tuple[int, ...], options: Options) -> Reques
         raise ApiError(400, f"a stop string is longer than {MOST_STOP} characters", param="stop", code="invalid_value")
     if options.pin and not service.options.pins:
         raise unsupported("pin", "the server was started with --pins 0")
-    prediction = engine.tokenizer.encode(options.prediction) if options.prediction else ()
+    # no more of it than an answer could say: it is indexed, and the plan counts on that
+    prediction = engine.tokenizer.encode(options.prediction)[: engine.ctx] if options.prediction else ()
     return Request(
         ids, options.max_tokens, _sampling(engine, options), options.stop, logprobs=options.logprobs,
         prediction=tuple(prediction), speculation=_speculation(engine, options.speculative),

@@ -1,7 +1,7 @@
 """A request on its way through the scheduler, and what the two threads that hold it leave each other.
 
 The engine thread puts steps into a deque; one task of the event loop takes them out. Steps reach the reader as they
-gather: it is woken for the first, then at most every PACE seconds, and at once for the end. A small model makes
+gather: it is woken for the first, then at most every `pace` seconds, and at once for the end. A small model makes
 thousands of tokens a second; a wake-up and a write to a socket for each would cost more than the model does.
 
 No wake-up is lost: a reader says that it sleeps before it looks a last time, the engine thread looks for sleepers after
@@ -23,7 +23,7 @@ from coli.errors import ColiError
 from coli.report import RunReport
 from coli.session import Request, Step
 
-PACE = 0.01  # seconds between two batches
+PACE = 0.02  # seconds between two batches
 
 
 class Busy(ColiError):
@@ -92,6 +92,7 @@ class Job:
         self.cached_tokens = 0
         self.report: RunReport | None = None  # None: it has not ended, or its turn never began
         self.error: BaseException | None = None  # being cancelled is none
+        self.pace: float | None = PACE  # None: the reader waits for the end
         self._cancel, self._bell = cancel, Bell()
         self._steps: deque[Step] = deque()
         self._asleep = False  # the reader wants to hear of anything
@@ -148,10 +149,10 @@ class Job:
             self._asleep = False
 
     async def _rest(self) -> None:
-        """PACE seconds, or until the end."""
+        """`pace` seconds, or until the end."""
         self._bell.clear()
         if not self._over:
-            await self._bell.wait(PACE)
+            await self._bell.wait(self.pace)
 
     # ---- the engine thread's side
     def _accept(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from coli.server.options import ServeOptions
 from coli.server.profile import Profile
 from coli.server.scheduler import Scheduler
 from coli.server.turn_lines import TurnLines
+from coli.speculation.options import Speculation
 
 if TYPE_CHECKING:
     from coli.engine import Engine
@@ -61,6 +63,13 @@ class Service:
             "max_model_len": self.engine.ctx,
             "type": "model", "display_name": self.model_id, "created_at": created,
         }]  # fmt: skip
+
+    @property
+    def drafts(self) -> dict[str, Any]:
+        """What turns draft with unless they say otherwise, after all was decided; `most` in one verify."""
+        own = Speculation.of(self.engine.settings)
+        own = replace(own, mtp=own.mtp and self.engine.head is not None)
+        return {"head": own.mtp, "lookup": own.lookup, "most": own.deepest}
 
     def submit(self, prepared: Prepared, request_id: str) -> Job:
         """Put a turn into the queue. Raises ApiError 429 or 503 where that cannot be."""

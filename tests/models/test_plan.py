@@ -145,7 +145,7 @@ def test_what_a_sequence_needs_counts_once_a_slot(folder):
     shared = ("process", "server", "tokenizer", "dense", "workspace", "reading", "head", "head_workspace", "vocabulary")
     assert all(getattr(four, name) == getattr(one, name) for name in shared)
     run = make_plan(found, resolved, 1 << 40).terms
-    assert run.server == 0 and one.total - run.total == one.server + one.snapshots
+    assert run.server == 0 and one.total - run.total == one.server + one.snapshots + run.lookup, "and predictions"
     assert one.server == memory.SERVER + found.tokens * memory.GRAMMAR_BYTES
 
 

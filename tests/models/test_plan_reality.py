@@ -129,7 +129,7 @@ def test_peak_memory_is_what_was_planned(made, name, cap, ctx, drafts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "cap", "ctx", "slots"), [("nano", None, 2048, 4),
-                                                           ("recurrent", 4, 1024, 4)])  # fmt: skip
+                                                           ("recurrent", 4, 512, 4)])  # fmt: skip
 def test_slots_and_their_prefixes_take_what_was_planned(made, name, cap, ctx, slots):
     model = made(name)
     flags = {"ctx": ctx, "threads": 2, "prefill_chunk": 512, "undo": "slots", **DRAFTS["lookup"]}

@@ -23,7 +23,8 @@ SHORT = {"model": "nano", "prompt": "Once", "max_tokens": 2, "temperature": 0}
 def test_health_and_version(server: Live) -> None:
     health = server.get("/health")
     assert health.status == 200
-    assert health.json() == {"status": "ok", "running": 0, "waiting": 0, "slots": 2}
+    facts = {"status": "ok", "running": 0, "waiting": 0, "slots": 2}
+    assert health.json() == facts | {"drafts": {"head": True, "lookup": True, "most": 5}}
     assert server.get("/version").json() == {"name": "coli", "version": version("coli")}
     assert server.request("HEAD", "/health").status == 200
 

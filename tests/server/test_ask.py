@@ -200,6 +200,11 @@ def test_wishes_reach_the_engine() -> None:
     assert request.speculation is None and request.constraint is None
 
 
+def test_no_more_is_kept_of_a_prediction_than_an_answer_could_say() -> None:
+    request = chat(NANO, user("Hi"), options=Options(prediction="a time " * 5000)).request
+    assert len(request.prediction) == NANO.engine.ctx
+
+
 def test_drafts_are_switched_and_limited_by_request() -> None:
     def drafting(wish: Speculative, of: Any = NANO) -> Speculation | None:
         return chat(of, user("Hi"), options=Options(speculative=wish)).request.speculation

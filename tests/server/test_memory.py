@@ -19,7 +19,7 @@ from coli.server.options import ServeOptions
 from tests.models.test_plan_reality import MODELS
 from tests.server.live import Live, live
 
-CASES = {"nano": (None, 2048, 4), "qwen38": (4, 1024, 3)}  # experts kept a layer, context, slots
+CASES = {"nano": (None, 2048, 4), "qwen38": (4, 512, 3)}  # experts kept a layer, context, slots
 
 
 def flags_of(name: str) -> list[str]:

@@ -560,7 +560,7 @@ def test_any_mix_of_cancels_errors_and_full_queues(world: World, seed: int) -> N
     dice, outcomes, timers = random.Random(seed), [], []
     for name in range(200):
         error = dice.choice([None, None, None, ReadError("no disk"), ValueError("a bug")])
-        world.scripts[name] = Script(tokens=dice.randrange(1, 12), chunks=dice.randrange(3), error=error)
+        world.scripts[name] = Script(tokens=dice.choice([1, 5, 1000]), chunks=dice.randrange(3), error=error)
 
     async def one(scheduler: Scheduler, name: int) -> None:
         await asyncio.sleep(dice.random() * 0.1)
@@ -587,7 +587,7 @@ def test_any_mix_of_cancels_errors_and_full_queues(world: World, seed: int) -> N
             pass
 
     async def main() -> None:
-        scheduler = world.scheduler(slots=dice.randrange(1, 5), max_queue=dice.choice([2, 200]))
+        scheduler = world.scheduler(slots=dice.randrange(1, 5), max_queue=dice.choice([8, 200]))
         await asyncio.gather(*(asyncio.create_task(one(scheduler, name)) for name in range(200)))
         await scheduler.drain()
         assert (scheduler.running, scheduler.waiting) == (0, 0)
@@ -596,7 +596,7 @@ def test_any_mix_of_cancels_errors_and_full_queues(world: World, seed: int) -> N
     run(main)
     for timer in timers:
         timer.join()
-    assert len(outcomes) > 20 and len({job.id for job in outcomes}) == len(outcomes)
+    assert len(outcomes) > 8 and len({job.id for job in outcomes}) == len(outcomes)
     for job in outcomes:
         events = told(world, job.id)
         assert events in (["queued", "started", "ended"], ["queued", "ended"]) and job.ended_at is not None
