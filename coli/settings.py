@@ -179,8 +179,8 @@ class Settings:
                                    "clients and `coli chat` shows a server", flag="--api-key",
                                    unset="no key")  # fmt: skip
     url: str | None = variable("COLI_URL", Text("an address such as http://127.0.0.1:8000/v1"), None, "the server "
-                               "that `coli chat` talks to", flag="--url", unset="the one of this machine at port 8000, where "
-                               "it answers")  # fmt: skip
+                               "that `coli chat` talks to", flag="--url", unset="the one of this machine at port "
+                               "8000, where it answers")  # fmt: skip
     debug: bool = variable("COLI_DEBUG", Bit(), False, "1 prints the traceback of an error")
     env_strict: bool = variable("COLI_ENV_STRICT", Bit(), False, "1 makes an unknown variable an error")
     no_color: bool = variable("NO_COLOR", Present(), False, "no colours on stderr")
