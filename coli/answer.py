@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from coli import tools as calls
 from coli.chat import Reasoning
+from coli.stream import Passage
 from coli.tools import ToolCall
 
 Kind = Literal["reasoning", "content", "tool_call"]
@@ -38,6 +39,13 @@ class Delta(NamedTuple):
     kind: Kind
     text: str
     call: ToolCall | None = None
+
+
+def quiet(start: Reasoning, tools: bool) -> tuple[Passage, ...]:
+    """Where a stop string is no end of such an answer: its reasoning and its calls, with the newlines that belong to
+    them."""
+    reasoning = () if start == "closed" else (Passage(THINK, END_THINK, 2, start == "open", start == "none"),)
+    return reasoning + ((Passage(calls.OPEN, calls.CLOSE, _ANY),) if tools else ())
 
 
 class AnswerRouter:

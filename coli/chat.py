@@ -59,10 +59,11 @@ class _Refused(Exception):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template, the file it came from and the strings (`bos_token`, ...) it may print."""
+    """A template as it was read and compiled, the file it came from and the strings (`bos_token`, ...) it may print."""
 
     file: Path
     tokenizer: Tokenizer
+    source: str
     template: Template
     reads: frozenset[str]  # variables the template asks for: "enable_thinking" in reads
     tokens: Mapping[str, str]
@@ -97,7 +98,7 @@ class ChatTemplate:
             line = f" (line {error.lineno})" if isinstance(error, (TemplateSyntaxError, SyntaxError)) else ""
             what = f"the chat template does not compile{line}: {error}"
             raise ModelError(what, file, "use --raw, or replace the file") from error
-        return cls(file, tokenizer, template, frozenset(reads), tokens, EFFORTS)
+        return cls(file, tokenizer, source, template, frozenset(reads), tokens, EFFORTS)
 
     def render(
         self,

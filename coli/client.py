@@ -26,6 +26,8 @@ from urllib.parse import urlsplit
 from coli.answer import Delta, Kind
 from coli.conversation import Conversation, TurnFacts, Wishes
 from coli.errors import ColiError, PromptTooLong, UsageError
+from coli.report import count, rate, speeds
+from coli.speculation.report import GateReport
 
 Pieces: TypeAlias = tuple[tuple[Kind, Any], ...]
 CONNECT_S = 10.0
@@ -91,6 +93,7 @@ class Server:
         self._key = key
         self.coli = False
         self.model = ""
+        self.ctx: int | None = None  # positions; not every server says
         self.facts: TurnFacts | None = None
         self.say: Callable[[str], None] = lambda text: None  # a server tells this side nothing meanwhile
         self.own: dict[str, Any] = {}  # the coli object of the last answer
@@ -116,10 +119,11 @@ class Server:
                 return False
             self._check(response, body)
             models = body.get("data") if isinstance(body, dict) else None
-            names = [one.get("id") for one in models if isinstance(one, dict)] if isinstance(models, list) else []
-            if not names or not isinstance(names[0], str):
+            first = next((one for one in models if isinstance(one, dict)), {}) if isinstance(models, list) else {}
+            name, ctx = first.get("id"), first.get("max_model_len")
+            if not isinstance(name, str):
                 raise UsageError("lists no model", self.address, "give the address of an OpenAI-compatible API")
-            self.model = names[0]
+            self.model, self.ctx = name, ctx if isinstance(ctx, int) else None
             return True
         finally:
             connection.close()
@@ -152,7 +156,17 @@ class Server:
             _shut(open_socket)
 
     def details(self) -> list[str]:
-        return [f"{name}: {json.dumps(value)}" for name, value in self.own.items()]
+        """As of an engine of one's own: how full the context is, speeds, the gate."""
+        facts, prefill = self.facts, self.own.get("prefill_s")
+        if facts is None:
+            return []
+        room = f" of {count(self.ctx, 'position')}" if self.ctx else ""
+        lines = [f"context {facts.prompt_tokens + facts.completion_tokens:,}{room}"]
+        if isinstance(prefill, float):
+            read = rate(facts.prompt_tokens - facts.cached_tokens, prefill)
+            told = speeds(facts.prompt_tokens, read, facts.completion_tokens, facts.tok_s, facts.finish_reason)
+            lines.append(f"first token {facts.ttft_s:.2f} s · {told}")
+        return lines + _gate(self.own)
 
     def idle(self, conversation: Conversation) -> list[str]:
         return []  # the server refuses what its model does not read
@@ -305,6 +319,15 @@ def _facts(reason: str, usage: dict[str, Any], own: dict[str, Any], clock: _Cloc
         per_forward=own.get("tokens_per_forward"), ttft_s=max(0.0, clock.first - clock.start),
         decode_s=own.get("decode_s") or clock.last - clock.first,  # pieces come in bundles, tokens do not
     )  # fmt: skip
+
+
+def _gate(own: dict[str, Any]) -> list[str]:
+    """The gate's line, where it had a say; a coli of another version may tell it otherwise."""
+    try:
+        gate = GateReport.of(own["gate"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []
+    return [f"gate: {gate.line()}"] if gate.decided else []
 
 
 def _error(body: Any) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Engine:
         self.checkpoint, self.family, self.name, self.plan = checkpoint, family, family.name, plan
         self.settings, self.geometry, self.model_path = plan.settings, plan.survey.geometry, checkpoint.folder
         self.ctx, self.threads, self.limit, self.cap = plan.ctx, plan.threads, plan.limit, plan.cap
-        self.terms, self.snapshot_bytes = plan.terms, plan.snapshot  # of one prefix or pin, at most
+        self.terms = plan.terms
         self.notes: list[str] = no_effect(self.settings, self.name)
         self.say: Callable[[str], None] = self.notes.append  # is given what happens later, when it happens
         if self.threads > usable_cpus():

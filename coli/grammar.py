@@ -153,7 +153,7 @@ class Constraint:
     def _by_grammar(self) -> Mask:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise UsageError(f"the answer's grammar became too complex: {_words(self._matcher)}", "schema")
+            raise UsageError(f"the answer's grammar became too complex: {_words(self._matcher)}")
         allowed = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(np.bool_)
         allowed[self._vocabulary.ends] = False  # llguidance's word for "may end": one of somebody's stop tokens
         allowed[self._stops] = self._matcher.is_accepting()
@@ -192,11 +192,11 @@ def constraint_for(
 ) -> Constraint:  # fmt: skip
     """What holds an answer to a JSON schema, to any JSON object, or to calls of `tools` (of the one `name`, if given).
 
-    `vocab`: rows of the logits; `stop_ids`: those of the request. `style`: tools.call_style of the prompt; `parallel`:
-    more than one call may come; `strict` False: keywords llguidance does not know are passed over (a tool says it for
-    itself: its own `strict`, False by default, as in OpenAI's API). With reasoning "open" the grammar begins after
-    </think>, and the answer cannot end before. Slow the first time for a tokenizer: call it off the event loop.
-    Raises MissingExtra without llguidance, UsageError for a schema it refuses (its own words) or an unknown name.
+    `vocab`: rows of the logits; `stop_ids`: those of the request. `style`: tools.call_style of the template;
+    `parallel`: more than one call may come; `strict` False: keywords llguidance does not know are passed over (a tool
+    says it for itself: its own `strict`, False by default, as in OpenAI's API). With reasoning "open" the grammar
+    begins after </think>, and the answer cannot end before. Slow the first time for a tokenizer: call it off the event
+    loop. Raises MissingExtra without llguidance, UsageError for a schema it refuses (its own words) or an unknown name.
     """
     if (schema is not None) + json_object + bool(tools) != 1:
         raise ValueError("one of schema, json_object and tools")

@@ -2,7 +2,7 @@
 
 One session serves all turns. What it keeps of earlier prompts (coli/prefix.py) makes a turn cost its new tokens only:
 checkpoints at the end of every prompt and answer, and at the places where the template will write these messages
-otherwise once they are history (coli/server/marks.py). An edited or loaded conversation falls back to the deepest place
+otherwise once they are history (coli/marks.py). An edited or loaded conversation falls back to the deepest place
 that still agrees.
 What the user leaves open is the checkpoint's own word on sampling, as in `coli serve`.
 Guarded by tests/cli/test_chat.py.
@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields
 
-from coli.answer import AnswerRouter, Delta
+from coli import marks
+from coli.answer import AnswerRouter, Delta, quiet
 from coli.chat import Message, checkpoint_sampling, reasoning_state
 from coli.conversation import Conversation, TurnFacts, Wishes
 from coli.engine import Engine
-from coli.errors import ColiError, ModelError
+from coli.errors import ModelError
 from coli.report import RunReport, count
 from coli.sampling import Sampling
-from coli.server import marks
 from coli.session import Request, Session
 
 CHECKPOINTS = 4  # of a turn: system message, history, end of prompt, end of answer
@@ -36,7 +35,7 @@ class OwnEngine:
             raise ModelError("the model has no chat template", engine.model_path, "coli run --raw continues a text")
         self._engine, self._chat, self._wishes = engine, engine.chat, wishes
         self._session = Session(engine, checkpoints=CHECKPOINTS)
-        self._sampling = _sampling(engine, wishes)
+        self._sampling = Sampling.wished(wishes, checkpoint_sampling(engine.model_path))
         self.facts: TurnFacts | None = None
         self.say: Callable[[str], None] = engine.notes.append
         engine.say = lambda text: self.say(text)
@@ -76,36 +75,19 @@ class OwnEngine:
 
         prompt = render(messages)
         ids = self._engine.tokenizer.encode(prompt)
-        places = [_mark(self._engine, render, prompt, ids, probe(messages))
+        places = [marks.mark(self._engine.tokenizer.encode, ids, prompt, render, probe(messages))
                   for probe in (marks.system_probe, marks.history_probe)]  # fmt: skip
+        reasoning = reasoning_state(prompt)
         request = Request(tuple(ids), wishes.max_tokens, self._sampling, wishes.stop or (),
-                          marks=tuple(sorted({*places} - {0})))  # fmt: skip
-        return request, AnswerRouter(reasoning_state(prompt))
-
-
-def _mark(engine: Engine, render: marks.Render, prompt: str, ids: list[int], probe: list[Message]) -> int:
-    """Where the prompts of `probe` part from this one; 0 where the template refuses messages that nobody sent."""
-    try:
-        length = marks.parting(engine.tokenizer.encode, ids, prompt, render(probe))
-    except ColiError:
-        return 0
-    return length if length < len(ids) else 0
-
-
-def _sampling(engine: Engine, wishes: Wishes) -> Sampling:
-    """The user's wishes, else the checkpoint's, else sampling as it is."""
-    known = {field.name for field in fields(Sampling)}
-    given = {name: value for name, value in asdict(wishes).items() if name in known and value is not None}
-    return Sampling(**{"temperature": 1.0, **checkpoint_sampling(engine.model_path), **given})
+                          marks=marks.lengths(*places), quiet=quiet(reasoning, False))  # fmt: skip
+        return request, AnswerRouter(reasoning)
 
 
 def _facts(report: RunReport) -> TurnFacts:
-    drafting = report.speculation
-    sources = () if drafting is None else drafting.sources
+    spec = report.speculation
     return TurnFacts(
         finish_reason=report.finish_reason, prompt_tokens=report.prompt_tokens, cached_tokens=report.cached_tokens,
-        completion_tokens=report.completion_tokens, accepted=sum(source.accepted for source in sources),
-        carried=sum(source.drafts for source in sources),
-        per_forward=drafting.tokens / drafting.forwards if drafting is not None and drafting.forwards else None,
+        completion_tokens=report.completion_tokens, accepted=spec.accepted if spec is not None else 0,
+        carried=spec.drafts if spec is not None else 0, per_forward=spec.per_forward if spec is not None else None,
         ttft_s=report.timings.ttft_s, decode_s=report.timings.decode_s,
     )  # fmt: skip

@@ -14,8 +14,9 @@ A checkpoint's rows of K/V stay where they are, shared with all that came after.
 writes the very same tokens leaves the same bytes (a row does not depend on the chunk it came in), so those stand;
 drafts never do. Hence a checkpoint that is there is right, pinned or not (complaint row 36).
 
-Memory: `budget` bytes. The least recently used goes first, pins last; of pins at most `pins` are kept, the most
-recently used ones. Guarded by tests/speculation/test_prefix.py: any history of requests gives the states of cold runs.
+Memory: `budget` bytes. The least recently used goes first; after the others the latest that other conversations begin
+with (`shared`), pins last. Of pins at most `pins` are kept, the most recently used ones. Guarded by
+tests/speculation/test_prefix.py: any history of requests gives the states of cold runs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Checkpoint:
     place: Place
     logits: np.ndarray
     pinned: bool = False
+    shared: bool = False
     used: int = 0  # when, by the clock of its `Prefixes`
 
     @property
@@ -78,31 +80,31 @@ class Prefixes:
         found = self.find(prompt[:length])
         return found if found is not None and found.length == length else None
 
-    def use(self, one: Checkpoint, *, pin: bool = False) -> None:
-        """It was of use just now; `pin` makes it stay."""
+    def use(self, one: Checkpoint, *, pin: bool = False, share: bool = False) -> None:
+        """It was of use just now; `pin` and `share` make it stay longer."""
         self._clock += 1
         one.used, one.pinned = self._clock, one.pinned or (pin and self.pins > 0)
+        if share:
+            for other in self.kept:
+                other.shared = other is one
         self._make_room()
 
-    def keep(self, one: Checkpoint, *, pin: bool = False) -> None:
+    def keep(self, one: Checkpoint, *, pin: bool = False, share: bool = False) -> None:
         """Add one made where the sequence stands now, in the place of any at the same length."""
         self.kept = [other for other in self.kept if other.length != one.length] + [one]
-        self.use(one, pin=pin)
+        self.use(one, pin=pin, share=share)
 
     def written(self, first: int, tokens: Sequence[int], stand: bool) -> None:
         """Rows from `first` on are about to be overwritten with `tokens`; `stand`: these are no drafts."""
         ids = np.asarray(tokens, np.int64)
         self.kept = [one for one in self.kept if one.length <= first or (stand and _same(one, first, ids))]
 
-    def clear(self) -> None:
-        self.kept = []
-
     def _make_room(self) -> None:
         pins = sorted((one for one in self.kept if one.pinned), key=lambda one: one.used)
         for one in pins[: max(0, len(pins) - self.pins)]:
             one.pinned = False
         while self.kept and self.nbytes > self.budget:
-            self.kept.remove(min(self.kept, key=lambda one: (one.pinned, one.used)))
+            self.kept.remove(min(self.kept, key=lambda one: (one.pinned, one.shared, one.used)))
 
 
 def _same(one: Checkpoint, first: int, ids: np.ndarray) -> bool:

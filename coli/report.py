@@ -103,15 +103,21 @@ class RunReport:
         drafting = [] if self.speculation is None else self.speculation.lines()
         ahead = f"{e.prefetched:,} read ahead and {e.prefetch_used:,} of them used, " if e.prefetched else ""
         ahead += f"{e.warmed:,} read at the start, " if e.warmed else ""
+        told = speeds(self.prompt_tokens, t.prefill_tok_s, self.completion_tokens, t.decode_tok_s, self.finish_reason)
         return [
-            f"first token {t.ttft_s:.2f} s after {t.load_s:.2f} s of loading · "
-            f"prefill {count(self.prompt_tokens, 'token')}, {t.prefill_tok_s:.1f} tok/s · "
-            f"decode {count(self.completion_tokens, 'token')}, {t.decode_tok_s:.1f} tok/s · "
-            f"{_ENDINGS.get(self.finish_reason, self.finish_reason)}",
+            f"first token {t.ttft_s:.2f} s after {t.load_s:.2f} s of loading · {told}",
             f"experts {count(e.hits, 'hit')}, {count(e.misses, 'miss', 'misses')}, {ahead}{size(e.bytes_read)} read · "
             f"peak memory {size(self.peak_rss_bytes)}",
             *drafting,
         ]
+
+
+def speeds(prompt_tokens: int, prefill_tok_s: float, completion_tokens: int, decode_tok_s: float,
+           finish_reason: str) -> str:  # fmt: skip
+    """What both parts of an answer took, and how it ended."""
+    return (f"prefill {count(prompt_tokens, 'token')}, {prefill_tok_s:.1f} tok/s · "
+            f"decode {count(completion_tokens, 'token')}, {decode_tok_s:.1f} tok/s · "
+            f"{_ENDINGS.get(finish_reason, finish_reason)}")  # fmt: skip
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,14 @@ class Sampling:
             value = getattr(self, name)
             if not (name == "seed" and value is None) and (type(value) is not int or not 0 <= value < limit):
                 raise UsageError(f"{name} is {value!r}, it must be a whole number from 0 to {limit - 1}", name)
+
+    @classmethod
+    def wished(cls, wishes: object, own: Mapping[str, Any]) -> Sampling:
+        """What `wishes` has under these names, None being no wish; else a checkpoint's `own`
+        (coli.chat.checkpoint_sampling), else its probabilities as they are."""
+        given = {field.name: getattr(wishes, field.name, None) for field in fields(cls)}
+        given = {name: value for name, value in given.items() if value is not None}
+        return cls(**{"temperature": 1.0, **own, **given})
 
     @property
     def greedy(self) -> bool:

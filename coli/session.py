@@ -32,7 +32,7 @@ from coli.sampling import Sampler, Sampling
 from coli.speculation.decoder import Decoder, Trace
 from coli.speculation.options import Speculation
 from coli.state import State
-from coli.stream import TextStream
+from coli.stream import Passage, TextStream
 
 
 class Constraint(Protocol):
@@ -54,7 +54,9 @@ class Request:
 
     `logprobs`: alternatives told beside every token's own, None for none of both. `prediction`: what may be said, for
     the lookup to copy from. `speculation`: this turn's, None for the session's. `marks`: lengths of the prompt at which
-    to keep a checkpoint besides its end; `pins`: those of them, or the whole length, whose checkpoint is to stay."""
+    to keep a checkpoint besides its end; `pins`: those of them, or the whole length, whose checkpoint is to stay;
+    `shared`: the one that other conversations begin with as well, 0 for none. `quiet`: passages of the answer in which
+    no stop string counts (coli/answer.py)."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int | None = None
@@ -67,6 +69,8 @@ class Request:
     speculation: Speculation | None = None
     marks: tuple[int, ...] = ()
     pins: tuple[int, ...] = ()
+    shared: int = 0
+    quiet: tuple[Passage, ...] = ()
 
 
 class Step(NamedTuple):
@@ -83,7 +87,7 @@ class _Turn:
     def __init__(self, request: Request, engine: Engine, limit: int) -> None:
         self.request, self.limit = request, limit
         self.sampler = Sampler(request.sampling, engine.geometry.vocab, request.prompt_ids)
-        self.stream = TextStream(engine.tokenizer, request.stop)
+        self.stream = TextStream(engine.tokenizer, request.stop, request.quiet)
         self.stops = engine.stop_ids if request.stop_ids is None else request.stop_ids
         self.ids: list[int] = []
         self._waiting: list[Scored] = []  # picked, not delivered
@@ -218,12 +222,12 @@ class Session:
         self.prefixes.use(found)
         return found.logits
 
-    def _keep(self, logits: np.ndarray | None, *, pin: bool = False) -> None:
+    def _keep(self, logits: np.ndarray | None, *, pin: bool = False, share: bool = False) -> None:
         """A checkpoint where the state stands."""
         if not self.prefixes.budget or logits is None:
             return
         self._here = Checkpoint(self.decoder.copy(), logits.copy())
-        self.prefixes.keep(self._here, pin=pin)
+        self.prefixes.keep(self._here, pin=pin, share=share)
 
     def _limit(self, request: Request) -> int:
         """Tokens this answer may have. Raises UsageError for a prompt without tokens and PromptTooLong."""
@@ -249,9 +253,9 @@ class Session:
                            prediction=request.prediction,
                            admits=None if request.constraint is None else request.constraint.admits)  # fmt: skip
         ends = sorted({len(ids), *(mark for mark in request.marks if at < mark < len(ids))})
-        for length in request.pins:
+        for length in {*request.pins, request.shared}:
             if (known := self.prefixes.at(ids, length)) is not None:
-                self.prefixes.use(known, pin=True)
+                self.prefixes.use(known, pin=length in request.pins, share=length == request.shared)
         while at < len(ids):
             if self._cancelled:
                 return None
@@ -261,7 +265,7 @@ class Session:
             at = self.state.length
             turn.prompt_read = at - turn.cached
             if at == end:
-                self._keep(logits, pin=end in request.pins)
+                self._keep(logits, pin=end in request.pins, share=end == request.shared)
             if at < len(ids):
                 yield Step()
         return logits

@@ -13,6 +13,9 @@ complete at the same character, the longer one, which starts earlier. So the cut
 tokens or drafts split it, and never needs a token beyond the one that completes the stop. (With stops "bc" and "abcd"
 the text "abcd" ends before "bc": nobody knows whether the d will come. Of "ab" and "abc", "ab" wins for that reason.)
 
+In a *passage* (reasoning, a tool call) no stop counts: what stands there is not the text a client sees, and the
+newlines behind it are the template's. A stop that is complete before an opening tag is ends the answer there.
+
 Control tokens add nothing to the text, so a stop that is the spelling of one ("<|im_end|>") is matched by its id.
 
 A token is *delivered* once all its characters are given out. Where a stop cuts the text, so are the tokens: those that
@@ -27,7 +30,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from coli.errors import UsageError
 
@@ -60,16 +63,55 @@ class _Stop:
         return self.state
 
 
+class Passage(NamedTuple):
+    """From `opening` to `closing`, and so many newlines behind. `begun`: the answer begins inside it; `leading`:
+    nothing but blanks may stand before it."""
+
+    opening: str
+    closing: str
+    newlines: int
+    begun: bool = False
+    leading: bool = False
+
+
+class _Quiet:
+    """Whether a character belongs to a passage."""
+
+    def __init__(self, passages: Sequence[Passage]) -> None:
+        self._openings = [(_Stop(one.opening), one) for one in passages]
+        self._inside = next((one for one in passages if one.begun), None)
+        self._closing = _Stop(self._inside.closing) if self._inside is not None else None
+        self._newlines = self._dark = 0  # still to skip; characters so far that are no blanks
+
+    def step(self, character: str) -> bool:
+        self._dark += not character.isspace()
+        if self._closing is not None and self._inside is not None:
+            if self._closing.step(character) == len(self._closing.text):
+                self._newlines, self._inside, self._closing = self._inside.newlines, None, None
+            return True
+        if self._newlines and character == "\n":
+            self._newlines -= 1
+            return True
+        self._newlines = 0
+        for opening, one in self._openings:
+            if opening.step(character) == len(opening.text):
+                opening.state = 0
+                if not (one.leading and self._dark > len(opening.text)):
+                    self._inside, self._closing = one, _Stop(one.closing)
+        return self._inside is not None
+
+
 class TextStream:
     """The text of one answer. Push tokens in order, then flush once; `stopped` says that a stop string was met."""
 
-    def __init__(self, tokenizer: Vocabulary, stop: Sequence[str] = ()) -> None:
-        """Raises UsageError for an empty stop string. `stop` may be one string."""
+    def __init__(self, tokenizer: Vocabulary, stop: Sequence[str] = (), quiet: Sequence[Passage] = ()) -> None:
+        """Raises UsageError for an empty stop string. `stop` may be one string; `quiet`: where none counts."""
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise UsageError("a stop string is empty", "stop", "leave it out")
         self._vocabulary = tokenizer
         self._stops = [_Stop(text) for text in stops]
+        self._quiet = _Quiet(quiet)
         named = {tokenizer.token_id(text): text for text in stops}
         self._stop_ids = {i: text for i, text in named.items() if i in tokenizer.special_ids}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -133,6 +175,10 @@ class TextStream:
             return ""
         pending = self._held + fresh
         for place, character in enumerate(fresh, len(self._held) + 1):
+            if self._quiet.step(character):
+                for stop in self._stops:
+                    stop.state = 0
+                continue
             complete = [stop.text for stop in self._stops if stop.step(character) == len(stop.text)]
             if complete:
                 self.stop = max(complete, key=len)

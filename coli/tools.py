@@ -19,6 +19,7 @@ Invariant: what a template renders of a call is read back as that call (tests/te
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -53,9 +54,9 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]
     return {one["name"]: one["parameters"] if isinstance(one.get("parameters"), Mapping) else {} for one in inner}
 
 
-def call_style(prompt: str) -> Style:
-    """The form a template asks for, read from a prompt it rendered with tools."""
-    return "xml" if "<function=" in prompt else "json"
+def call_style(template: str) -> Style:
+    """The form a template asks for, read from its source: in what it renders, users and tools may spell either."""
+    return "xml" if _FUNCTION_TAG in template else "json"
 
 
 # ---- reading a call --------------------------------------------------------------------------------------------------
@@ -117,9 +118,9 @@ def _parse_xml(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str
 
 
 def _load(text: str) -> Any:
-    """JSON, with raw newlines in strings allowed; `_BROKEN` when it is none. NaN and the infinities are none."""
+    """JSON, with raw newlines in strings allowed; `_BROKEN` when it is none. NaN and what is infinite here are none."""
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse)
+        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
         return _BROKEN
 
@@ -129,6 +130,14 @@ _BROKEN = object()
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """1e999 is a number of JSON, but could not be written as one again."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is too large")
+    return number
 
 
 # ---- values by their schema ------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Interrupts:
 class Lines:
     """Inputs from a pipe or a file. `ask`: is given the prompt before each."""
 
-    keys = ()
+    keys: tuple[str, ...] = ()
 
     def __init__(self, interrupts: Interrupts, ask: Callable[[str], None] | None) -> None:
         self._interrupts, self._ask = interrupts, ask
@@ -125,7 +125,7 @@ class Editor:
     The event loop under it reports exceptions of signal handlers and goes on, so both signals are told to the editor,
     which ends by itself."""
 
-    keys = KEYS
+    keys: tuple[str, ...] = KEYS
 
     def __init__(self, interrupts: Interrupts, note: Note, words: Iterable[str]) -> None:
         self._interrupts = interrupts

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coli.commands import _options, _speculation
+from coli.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,7 @@ def plan(
     ] = None,
     snapshots: Annotated[
         int | None, typer.Option("--snapshots", metavar="N", min=0, help="States of prefixes and pins that are kept "
-                                 "in all [0; 6 a slot of a server].")
+                                 f"in all [0; {ServeOptions.checkpoints + ServeOptions.pins} a slot of a server].")
     ] = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure disk and memory now, about two seconds, and keep the figures.")

@@ -13,19 +13,23 @@ import typer
 from coli.commands import _options
 from coli.commands._model_flags import model_flags
 from coli.errors import UsageError
+from coli.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from coli.commands._output import Output
     from coli.engine import Engine
-    from coli.server.options import ServeOptions
     from coli.server.service import Service
     from coli.settings import Settings
 
 
 @model_flags
 def serve(
-    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", metavar="N", help="Port to listen on; 0 takes a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to listen on.")
+    ] = ServeOptions.host,
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", help="Port to listen on; 0 takes a free one.")
+    ] = ServeOptions.port,
     model_id: Annotated[
         str | None, typer.Option("--model-id", metavar="NAME", help="The model's name in the API [its folder's].")
     ] = None,
@@ -38,7 +42,8 @@ def serve(
     ] = False,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option("--allowed-host", metavar="NAME", help="A name it is called by; may be repeated, * is any."),
+        typer.Option("--allowed-host", metavar="NAME", help="A name it is called by, besides its IP address; may be "
+                     "repeated, * is any."),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
@@ -46,17 +51,19 @@ def serve(
     ] = None,
     slots: Annotated[
         int, typer.Option("--slots", metavar="1..16", help="Requests answered at a time, in turn.")
-    ] = 1,
-    max_queue: Annotated[int, typer.Option("--max-queue", metavar="N", help="Requests that wait at most.")] = 8,
+    ] = ServeOptions.slots,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", metavar="N", help="Requests that wait at most.")
+    ] = ServeOptions.max_queue,
     queue_timeout: Annotated[
         float, typer.Option("--queue-timeout", metavar="S", help="Seconds a request waits at most.")
-    ] = 300.0,
+    ] = ServeOptions.queue_timeout,
     checkpoints: Annotated[
         int, typer.Option("--checkpoints", metavar="N", help="States of earlier prompts kept per slot.")
-    ] = 4,
+    ] = ServeOptions.checkpoints,
     pins: Annotated[
         int, typer.Option("--pins", metavar="N", help="Further ones per slot, for requests that say pin.")
-    ] = 4,
+    ] = ServeOptions.pins,
     flags: Any = None,
     quiet: _options.Quiet = False,
 ) -> None:  # fmt: skip
@@ -67,8 +74,6 @@ def serve(
     out = Output(quiet=quiet, color=not settings.no_color)
     out.lines(warnings)
     _check_extra()
-    from coli.server.options import ServeOptions
-
     options = ServeOptions(
         host=host, port=port, model_id=model_id, api_key=settings.api_key, insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()), cors_origins=tuple(cors_origin or ()), slots=slots,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from coli.models.find import NANO
@@ -17,6 +18,10 @@ OURS = ("COLI_", "Q36_", "Q38_", "_COLI_")
 CLI = (sys.executable, "-m", "coli.commands.app")
 FAKE = (sys.executable, str(Path(__file__).parent / "cli" / "fake_engine.py"))
 Coli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# no test here is timed: on a busy machine a deadline fails what is right
+hypothesis.settings.register_profile("coli", deadline=None)
+hypothesis.settings.load_profile("coli")
 
 
 @pytest.fixture(scope="session")

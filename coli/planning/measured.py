@@ -81,7 +81,7 @@ def _of_sequence(engine: Engine, session: Session) -> dict[str, int]:
     held = {
         "kv": state.length * engine.model.spec.kv_bytes_per_token(),
         "recurrent": state.recurrent.live.nbytes + sum(ring.nbytes for ring in state.rings),
-        "undo": state.recurrent.undo_bytes, "snapshots": prefixes.nbytes if prefixes is not None else 0,
+        "undo": state.recurrent.undo_bytes, "snapshots": prefixes.nbytes,
         "lookup": decoder.lookup.nbytes if decoder.lookup is not None else 0,
         "logits": logits.nbytes if logits is not None else 0,
     }  # fmt: skip

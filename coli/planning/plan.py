@@ -23,12 +23,13 @@ from coli.models.head import LIMIT
 from coli.planning.survey import Survey
 from coli.program.cpu import default_threads
 from coli.report import size
+from coli.server.options import ServeOptions
 from coli.settings import Settings
 from coli.speculation import lookup, vocabulary
 from coli.speculation.options import Speculation
 
 _SMALLEST_CONTEXT = 256  # worth proposing where a larger one does not fit
-KEPT = 6  # prefixes and pins that a slot of a server keeps, unless told
+KEPT = ServeOptions.checkpoints + ServeOptions.pins  # of a slot of a server, unless told
 _PICKING = 4  # rows of logits an answer holds besides those of its verify: the last, and what penalties and a mask need
 
 
@@ -210,7 +211,7 @@ def _terms(
         heads = {
             "head": sum(survey.head.dense.values()), "head_kv": slots * kv,
             "head_workspace": family.head_workspace_bytes(g, ctx=ctx, threads=threads, codes=survey.codes),
-            "vocabulary": g.vocab * vocabulary.TOKEN_BYTES if listed else 0,
+            "vocabulary": g.vocab * (vocabulary.TOKEN_BYTES + slots * vocabulary.SEAT_BYTES) if listed else 0,
         }  # fmt: skip
     readers = 0
     if survey.slots:

@@ -16,7 +16,7 @@ Guarded by tests/server/test_answering.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ class Answering:
             raise self._cut_short() from None
         if self.job.report is None or self.job.report.finish_reason == "cancelled":
             raise self._cut_short()
-        if self._router is not None and (held := self._router.flush()):
+        if self._router is not None and (held := self._held(self._router)):
             yield self._known(held, ())
         self._answer = self._told(self.job.report)
 
@@ -120,12 +120,13 @@ class Answering:
         assert self._answer is not None, "the answer is known when its iteration has ended"
         return self._answer
 
-    async def whole(self) -> Answer:
-        """All of it; closes. Nobody reads before the end, so nothing wakes this thread while the model computes."""
+    async def whole(self, each: Callable[[Batch], object] = lambda batch: None) -> Answer:
+        """All of it, `each` batch of it shown on the way; closes. Nobody reads before the end, so nothing wakes this
+        thread while the model computes."""
         self.job.pace = None
         try:
-            async for _ in self:
-                pass
+            async for batch in self:
+                each(batch)
         finally:
             await self.aclose()
         return self.answer
@@ -155,6 +156,10 @@ class Answering:
         tokens = tuple(token for step in steps for token in step.tokens)
         return self._known(deltas, tokens) if deltas or tokens else None
 
+    def _held(self, router: AnswerRouter) -> list[Delta]:
+        """What the end lets out. Of an answer that can only call, text is a call that was cut: it says nothing."""
+        return [delta for delta in router.flush() if not (self.prepared.forced and delta.kind == "content")]
+
     def _known(self, deltas: Iterable[Delta], tokens: tuple[Scored, ...]) -> Batch:
         batch = Batch(joined(deltas), tokens)
         self._deltas += batch.deltas
@@ -167,8 +172,8 @@ class Answering:
     def _told(self, report: RunReport) -> Answer:
         deltas = self._deltas
         calls = tuple(delta.call for delta in deltas if delta.call is not None)
-        sources = report.speculation.sources if report.speculation is not None else ()
-        carried, accepted = sum(one.drafts for one in sources), sum(one.accepted for one in sources)
+        spec = report.speculation
+        carried, accepted = (spec.drafts, spec.accepted) if spec is not None else (0, 0)
         return Answer(
             reasoning="".join(delta.text for delta in deltas if delta.kind == "reasoning"),
             content="".join(delta.text for delta in deltas if delta.kind == "content"),
@@ -194,28 +199,24 @@ def joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def facts(report: RunReport) -> dict[str, Any]:
-    """What the drafting brought and what it took, for clients that ask for `coli`."""
+    """What the drafting brought and what it took, for clients that ask for `coli`; the same keys without it, null where
+    nobody counted."""
     spec, timings = report.speculation, report.timings
-    told: dict[str, Any] = {
+    return {
         "cached_tokens": report.cached_tokens,
         "prefill_s": timings.prefill_s,
         "decode_s": timings.decode_s,
         "decode_tok_s": timings.decode_tok_s,
         "speculation": spec is not None,
+        "tokens": None if spec is None else spec.tokens,
+        "forwards": None if spec is None else spec.forwards,
+        "tokens_per_forward": None if spec is None else spec.per_forward,
+        "drafts": 0 if spec is None else spec.drafts,
+        "accepted": 0 if spec is None else spec.accepted,
+        "acceptance": spec.accepted / spec.drafts if spec is not None and spec.drafts else None,
+        "gate": None if spec is None or spec.gate is None else {"on": spec.gate_on, **spec.gate.to_json()},
+        "ended_mid_verify": spec is not None and spec.ended_mid_verify,
     }
-    if spec is not None:
-        carried, accepted = sum(one.drafts for one in spec.sources), sum(one.accepted for one in spec.sources)
-        told |= {
-            "tokens": spec.tokens,
-            "forwards": spec.forwards,
-            "tokens_per_forward": spec.tokens / spec.forwards if spec.forwards else None,
-            "drafts": carried,
-            "accepted": accepted,
-            "acceptance": accepted / carried if carried else None,
-            "gate": None if spec.gate is None else {"on": spec.gate_on, **spec.gate.to_json()},
-            "ended_mid_verify": spec.ended_mid_verify,
-        }
-    return told
 
 
 def _client_left() -> ApiError:

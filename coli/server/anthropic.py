@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 
 from coli.server import anthropic_schema as schema
 from coli.server import ask, sse
-from coli.server.answering import Answer, Answering, Usage
+from coli.server.answering import Answer, Answering, Batch, Usage
 from coli.server.carried import seal
 from coli.server.errors import ApiError, anthropic_body, parsed, renamed, unsupported
 
@@ -56,7 +56,7 @@ async def endpoint(http: HttpRequest) -> Response:
     answering = await Answering.begin(http, prepared)
     message = Message(service.model_id, answering, omitted=_omitted(request))
     if request.stream:
-        return sse.EventStream(answering, message.frames(), _failure, idle=_frames([PING]))
+        return sse.EventStream(answering, message.frames(), _failure(http.state.request_id), idle=_frames([PING]))
     return JSONResponse(await message.whole())
 
 
@@ -71,8 +71,7 @@ async def count_tokens(http: HttpRequest) -> Response:
 
 
 def _request(service: Service, content: Mapping[str, Any], kind: type[Kind]) -> Kind:
-    schema.refuse_known(content)
-    request = parsed(kind, content)
+    request = parsed(kind, schema.accepted(content))
     service.check_model(request.model)
     return request
 
@@ -222,14 +221,8 @@ class Message:
         self._blocks = Blocks(omitted=omitted)
 
     async def whole(self) -> dict[str, Any]:
-        try:
-            async for batch in self._answering:
-                for delta in batch.deltas:
-                    self._blocks.push(delta)
-        finally:
-            await self._answering.aclose()
+        answer = await self._answering.whole(self._grow)
         self._blocks.close()
-        answer = self._answering.answer
         return self._object(self._blocks.content, _usage(answer.usage), **_ending(answer))
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -237,11 +230,14 @@ class Message:
         start = self._object([], _usage(Usage(prompt, 0, job.cached_tokens)), stop_reason=None, stop_sequence=None)
         yield _frames([{"type": "message_start", "message": start}, PING])
         async for batch in self._answering:
-            if events := [event for delta in batch.deltas for event in self._blocks.push(delta)]:
+            if events := self._grow(batch):
                 yield _frames(events)
         answer = self._answering.answer
         end = {"type": "message_delta", "delta": _ending(answer), "usage": _usage(answer.usage)}
         yield _frames([*self._blocks.close(), end, {"type": "message_stop"}])
+
+    def _grow(self, batch: Batch) -> list[Event]:
+        return [event for delta in batch.deltas for event in self._blocks.push(delta)]
 
     def _object(self, content: list[dict[str, Any]], usage: dict[str, Any], **ending: str | None) -> dict[str, Any]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content,
@@ -272,5 +268,6 @@ def _frames(events: Iterable[Event]) -> bytes:
     return b"".join(sse.event(event, event["type"]) for event in events)
 
 
-def _failure(error: ApiError) -> bytes:
-    return _frames([anthropic_body(error)])
+def _failure(request_id: str) -> Callable[[ApiError], bytes]:
+    """What writes the event that ends a stream with an error."""
+    return lambda error: _frames([anthropic_body(error, request_id)])

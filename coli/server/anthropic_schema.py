@@ -4,7 +4,8 @@ Idea: a block is one model with a `type`, so a wrong field is named by its path.
 takes: messages in the template's form, tools in OpenAI's form (the form templates are written for).
   system       one message in front; a system message at the head of `messages` joins it
   turns        neighbours of one role are one turn, as Anthropic's servers read them
-  tool_result  messages of role "tool", in their order; the text beside them is a user's message
+  tool_result  messages of role "tool", in their order; the text beside them is a user's message. Templates know no
+               `is_error`, so the model reads it: "Error: " stands before what the tool said
   thinking     an assistant message's `reasoning_content`; where it was left out (`display: "omitted"`) it is read back
                from the block's signature, where we put it
 What clients know and this server does not do is in `_REFUSED` and refused by name; `cache_control` asks for what prefix
@@ -20,22 +21,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coli.server.carried import unseal
-from coli.server.errors import ApiError, unsupported
+from coli.server.errors import ApiError, Only, unsupported, without
 from coli.server.openai_schema import Drafts
 
 _NEEDS_TEXT = "send text"
-_REFUSED = {
-    "container": "there is no code execution here",
-    "mcp_servers": "connect to the server yourself and send its tools",
-    "compaction": "send the messages you want to be read",
-    "thread": "no conversation is kept here",
-    "fallbacks": "one model is served",
-    "fallback_credit_token": "one model is served",
-    "diagnostics": "the usage says what was cached",
-    "inference_geo": "the model runs on this machine",
-    "billing_policy": "nothing is billed",
-    "user_profile_id": "no profiles are kept here",
-    "workspace_id": "there are no workspaces here",
+_REFUSED: Only = {
+    "container": ((), "there is no code execution here"),
+    "mcp_servers": ((), "connect to the server yourself and send its tools"),
+    "compaction": ((), "send the messages you want to be read"),
+    "thread": ((), "no conversation is kept here"),
+    "fallbacks": ((), "one model is served"),
+    "fallback_credit_token": ((), "one model is served"),
+    "diagnostics": ((), "the usage says what was cached"),
+    "inference_geo": ((), "the model runs on this machine"),
+    "billing_policy": ((), "nothing is billed"),
+    "user_profile_id": ((), "no profiles are kept here"),
+    "workspace_id": ((), "there are no workspaces here"),
 }
 
 
@@ -116,7 +117,7 @@ class Tool(_Model):
     input_schema: dict[str, Any]
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
@@ -195,16 +196,15 @@ class MessagesRequest(CountRequest):
     pin: bool | None = None
 
 
-def refuse_known(content: Mapping[str, Any]) -> None:
-    """Raises ApiError 400 for a field that means something to Anthropic and cannot be done here."""
-    for name, why in _REFUSED.items():
-        if content.get(name) is not None:
-            raise unsupported(name, why)
+def accepted(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` without what asks for nothing. Raises ApiError 400 for a field that means something to Anthropic and
+    cannot be done here."""
     for number, tool in enumerate(tools if isinstance(tools := content.get("tools"), list) else []):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind not in (None, "custom"):
             why = f"{kind!r} runs on Anthropic's servers or was trained into their models"
             raise unsupported(f"tools[{number}].type", why, "send tools of your own, with an input_schema")
+    return without(content, _REFUSED)
 
 
 # ---- to the template's form ------------------------------------------------------------------------------------------
@@ -272,10 +272,14 @@ def _user(blocks: Iterable[Placed], names: Mapping[str, str]) -> list[dict[str, 
             if block.tool_use_id not in names:
                 what = f"invalid '{where}': no tool_use before it has the id '{block.tool_use_id}'"
                 raise ApiError(400, what, param=where, code="invalid_value")
-            content = _joined(_texts(_placed(where, block)))
+            said = _joined(_texts(_placed(where, block)))
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id],
-                             "content": content or ("error" if block.is_error else "")})  # fmt: skip
+                             "content": _as_error(said) if block.is_error else said})  # fmt: skip
     return messages
+
+
+def _as_error(said: str) -> str:
+    return f"Error: {said}" if said else "Error"
 
 
 def _placed(where: str, result: ToolResult) -> list[Placed]:
@@ -304,5 +308,7 @@ def _misplaced(where: str, block: Any, place: str) -> ApiError:
 
 def function_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]]:
     """The tools in OpenAI's form, which templates are written for."""
-    return [{"type": "function", "function": {"name": tool.name, "description": tool.description or "",
-                                              "parameters": tool.input_schema}} for tool in tools or ()]  # fmt: skip
+    return [{"type": "function", "function": {
+        "name": tool.name, "description": tool.description or "", "parameters": tool.input_schema,
+        **({} if tool.strict is None else {"strict": tool.strict}),
+    }} for tool in tools or ()]  # fmt: skip

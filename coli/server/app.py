@@ -19,14 +19,13 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from coli.server import anthropic, openai_chat, openai_completions, openai_responses
 from coli.server.errors import ApiError, body, model_not_found
-from coli.server.guards import Answered, Body, Door, Named, Ready
+from coli.server.guards import Answered, Body, Cors, Door, Named, Ready
 from coli.server.options import ServeOptions
 from coli.server.service import Service
 
@@ -47,7 +46,7 @@ def make_app(options: ServeOptions, service: Service | None = None, say: Callabl
              for path, endpoint in ROUTES.items()]  # fmt: skip
     gets = [Route(path, endpoint, methods=["GET"]) for path, endpoint in _SMALL.items()]
     cors = Middleware(
-        CORSMiddleware, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+        Cors, allow_origins=options.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )  # fmt: skip
     layers = [Middleware(Named), *([cors] if options.cors_origins else []), Middleware(Answered, say=say),
@@ -108,7 +107,7 @@ async def _http_error(request: Request, error: Any) -> Response:
         allowed = refusal.headers.get("Allow", "")
         what = f"{request.method} is not possible at {request.url.path}" + (f", {allowed} is" if allowed else "")
         refusal = ApiError(405, what, code="method_not_allowed", headers=refusal.headers)
-    return JSONResponse(body(refusal, request.url.path), refusal.status, refusal.headers)
+    return JSONResponse(body(refusal, request.scope), refusal.status, refusal.headers)
 
 
 _SMALL = {

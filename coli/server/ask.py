@@ -12,7 +12,7 @@ What a client leaves open is the checkpoint's word (generation_config.json), els
 is refused by name before any work, a prompt that does not fit with both counts. These functions run on a worker thread
 (`await asyncio.to_thread(prepare_chat, ...)`): a long prompt takes a while to encode.
 
-A prompt is read up to two marks besides its end, so that the state of these places is kept (coli/server/marks.py).
+A prompt is read up to two marks besides its end, so that the state of these places is kept (coli/marks.py).
 
 Guarded by tests/server/test_ask.py.
 """
@@ -24,11 +24,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from coli import marks
+from coli.answer import quiet
 from coli.chat import ChatTemplate, Message, Reasoning, checkpoint_sampling, reasoning_state
-from coli.errors import ColiError, ModelError, PromptTooLong
+from coli.errors import ColiError, ModelError, PromptTooLong, UsageError
 from coli.sampling import Sampling
-from coli.server import marks
 from coli.server.errors import ApiError, unsupported
+from coli.server.one_call import OneCall
 from coli.session import Constraint, Request
 from coli.speculation.options import Speculation
 
@@ -37,10 +39,10 @@ if TYPE_CHECKING:
     from coli.server.service import Service
 
 NO_EFFORT = "none"
+FREE = ("auto", "none")  # choices that leave it to the model whether to call
 MOST_STOP = 1024  # characters
+LEAST_REPETITION = 0.01  # as far below 1 as the sampler's highest is above it; logits are divided by it
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "thinking", "effort"})  # not a client's to set
-OF_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-OF_REQUEST = ("presence_penalty", "frequency_penalty", "seed")
 
 Tool: TypeAlias = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
@@ -66,7 +68,8 @@ class Speculative:
 @dataclass(frozen=True)
 class Options:
     """None: not asked for. `logprobs`: alternatives beside every token's own. `response_format`: OpenAI's object of
-    chat completions. `prediction`: what the answer may say, word for word, for drafts to copy from."""
+    chat completions. `prediction`: what the answer may say, word for word, for drafts to copy from; a hint alone, so
+    it says nothing where there are no drafts."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -88,13 +91,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Prepared:
-    """`reasoning`: where the answer begins; `tools`: those whose calls are told apart from text; `split` False: the
-    answer is text alone, whatever stands in it."""
+    """`reasoning`: where the answer begins; `tools`: those whose calls are told apart from text; `forced`: behind its
+    reasoning there are calls and nothing else; `split` False: the answer is text alone, whatever stands in it."""
 
     request: Request
     prompt: str
     reasoning: Reasoning = "none"
     tools: tuple[Tool, ...] = ()
+    forced: bool = False
     split: bool = True
 
 
@@ -104,27 +108,28 @@ def prepare_chat(
     effort: str | None = None, template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prepared:  # fmt: skip
     """Raises ApiError and ColiError (PromptTooLong and UsageError are the client's)."""
-    engine = service.engine
+    engine, messages = service.engine, _ordered(messages)
     read = tools if tool_choice != "none" else ()
     render = _renderer(engine, messages, read, thinking, effort, template_kwargs)
     prompt = render(messages)
-    ids = _encoded(engine, prompt)
+    ids = _fitting(engine, engine.tokenizer.encode(prompt), "messages")
     goes_on = messages[-1]["role"] == "assistant"
     constraint = _constraint(engine, options.response_format, read, tool_choice, parallel_tool_calls, prompt, goes_on)
     system, history = _marks(engine, render, messages, bool(read), prompt, ids)
-    pins = {history, len(ids)} if options.pin else {system}  # of a pinned prompt also what its next turn begins with
-    request = replace(_request(service, ids, options), constraint=constraint, marks=_lengths(system, history),
-                      pins=_lengths(*pins) if service.options.pins else ())  # fmt: skip
-    return Prepared(request, prompt, reasoning_state(prompt), tuple(read))
+    pins = (history, len(ids)) if options.pin else ()  # of a pinned prompt also what its next turn begins with
+    reasoning = reasoning_state(prompt)
+    request = replace(_request(service, ids, options), constraint=constraint, marks=marks.lengths(system, history),
+                      pins=marks.lengths(*pins), shared=system, quiet=quiet(reasoning, bool(read)))  # fmt: skip
+    return Prepared(request, prompt, reasoning, tuple(read), forced=tool_choice not in FREE)
 
 
 def prepare_text(service: Service, prompt: str | Sequence[int], options: Options = Options()) -> Prepared:
     """The same of a prompt as it is, for an answer that is text as it is."""
     engine = service.engine
     if isinstance(prompt, str):
-        text, ids = prompt, _encoded(engine, prompt)
+        text, ids = prompt, _fitting(engine, engine.tokenizer.encode(prompt), "prompt")
     else:
-        ids = _fitting(engine, prompt)
+        ids = _fitting(engine, prompt, "prompt")
         text = engine.tokenizer.decode(ids)
     request = replace(_request(service, ids, options), pins=(len(ids),) if options.pin else ())
     return Prepared(request, text, split=False)
@@ -135,6 +140,7 @@ def count_chat(
     thinking: bool | None = None, effort: str | None = None, template_kwargs: Mapping[str, Any] | None = None,
 ) -> int:  # fmt: skip
     """Tokens of the prompt that `prepare_chat` would make, however many."""
+    messages = _ordered(messages)
     read = tools if tool_choice != "none" else ()
     render = _renderer(service.engine, messages, read, thinking, effort, template_kwargs)
     return len(service.engine.tokenizer.encode(render(messages)))
@@ -149,9 +155,10 @@ def _renderer(engine: Engine, messages: Sequence[Message], tools: Sequence[Tool]
     chat = engine.chat
     if chat is None:
         raise ApiError(400, "the model has no chat template (use /v1/completions)", code="no_chat_template")
-    _check_order(messages)
     if tools and "tools" not in chat.reads:
         raise unsupported("tools", "the model's chat template does not read them")
+    if "tools" not in chat.reads and any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
+        raise unsupported("messages", "the model's chat template reads no tool calls and no results of them")
     variables = _variables(chat, thinking, effort, template_kwargs or {})
 
     def render(messages: Sequence[Message]) -> str:
@@ -165,16 +172,21 @@ def _renderer(engine: Engine, messages: Sequence[Message], tools: Sequence[Tool]
     return render
 
 
-def _check_order(messages: Sequence[Message]) -> None:
+def _ordered(messages: Sequence[Message]) -> Sequence[Message]:
+    """The same with the system's messages at the head as one. Raises ApiError for what stands where it cannot."""
     if not messages:
         raise ApiError(400, "there are no messages", param="messages", code="invalid_value")
-    for number, message in enumerate(messages[1:], 1):
+    head = next((number for number, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    for number, message in enumerate(messages[head:], head):
         if message["role"] == "system":
             what = "a system message stands first or not at all"
             raise ApiError(400, what, param=f"messages[{number}].role", code="invalid_value")
     if messages[-1].get("tool_calls"):
         what = "the results of the last message's tool calls are missing"
         raise ApiError(400, what, param="messages", code="invalid_value")
+    if head < 2:
+        return messages
+    return [{**messages[0], "content": "\n\n".join(one["content"] for one in messages[:head])}, *messages[head:]]
 
 
 def _variables(chat: ChatTemplate, thinking: bool | None, effort: str | None,
@@ -215,22 +227,18 @@ def _unended(engine: Engine, text: str) -> str:
     return text[:at]
 
 
-def _encoded(engine: Engine, prompt: str) -> tuple[int, ...]:
-    return _fitting(engine, engine.tokenizer.encode(prompt))
-
-
-def _fitting(engine: Engine, ids: Sequence[int]) -> tuple[int, ...]:
-    """Raises ApiError unless these are tokens of the model, with room for one more."""
+def _fitting(engine: Engine, ids: Sequence[int], param: str) -> tuple[int, ...]:
+    """Raises ApiError and PromptTooLong, of this field, unless these are tokens of the model with room for one more."""
     if not ids:
-        raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+        raise ApiError(400, "the prompt has no tokens", param=param, code="invalid_value")
     if len(ids) >= engine.ctx:
         what = (f"this model's maximum context length is {engine.ctx} tokens, the prompt has {len(ids)} and an answer "
                 "needs at least one")  # fmt: skip
-        raise PromptTooLong(what, hint="shorten the prompt")
+        raise PromptTooLong(what, param, "shorten the prompt")
     wrong = next((token for token in ids if not 0 <= token < engine.geometry.vocab), None)
     if wrong is not None:
         what = f"token id {wrong} is outside the model's vocabulary of {engine.geometry.vocab}"
-        raise ApiError(400, what, param="prompt", code="invalid_value")
+        raise ApiError(400, what, param=param, code="invalid_value")
     return tuple(ids)
 
 
@@ -239,18 +247,10 @@ def _marks(engine: Engine, render: marks.Render, messages: Sequence[Message], to
     """Of the system message with the tools, and of the history; 0 where there is none."""
 
     def mark(probe: Sequence[Message]) -> int:
-        try:
-            length = marks.parting(engine.tokenizer.encode, ids, prompt, render(probe))
-        except (ApiError, ColiError):  # a template may refuse messages that nobody sent
-            return 0
-        return length if length < len(ids) else 0
+        return marks.mark(engine.tokenizer.encode, ids, prompt, render, probe, (ApiError, ColiError))
 
     system = mark(marks.system_probe(messages)) if tools or messages[0]["role"] == "system" else 0
     return system, mark(marks.history_probe(messages))
-
-
-def _lengths(*marks: int) -> tuple[int, ...]:
-    return tuple(sorted(set(marks) - {0}))
 
 
 # ---- the rest --------------------------------------------------------------------------------------------------------
@@ -260,6 +260,10 @@ def _request(service: Service, ids: tuple[int, ...], options: Options) -> Reques
     engine = service.engine
     if any(len(stop) > MOST_STOP for stop in options.stop):
         raise ApiError(400, f"a stop string is longer than {MOST_STOP} characters", param="stop", code="invalid_value")
+    vocab = engine.geometry.vocab
+    if (wrong := next((token for token, _ in options.logit_bias if token >= vocab), None)) is not None:
+        what = f"invalid 'logit_bias': token {wrong} is outside the model's vocabulary of {vocab}"
+        raise ApiError(400, what, param="logit_bias", code="invalid_value")
     if options.pin and not service.options.pins:
         raise unsupported("pin", "the server was started with --pins 0")
     # no more of it than an answer could say: it is indexed, and the plan counts on that
@@ -272,12 +276,12 @@ def _request(service: Service, ids: tuple[int, ...], options: Options) -> Reques
 
 def _sampling(engine: Engine, options: Options) -> Sampling:
     """What was asked for, else the checkpoint's word, else OpenAI's defaults."""
-    asked = {name: getattr(options, name) for name in (*OF_CHECKPOINT, *OF_REQUEST)}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    if "seed" in asked:
-        asked["seed"] %= 1 << 64  # OpenAI's seeds may be negative
-    defaults = {"temperature": 1.0, **_own_sampling(engine.model_path)}
-    return Sampling(**{**defaults, **asked}, logit_bias=options.logit_bias)
+    if options.seed is not None:
+        options = replace(options, seed=options.seed % (1 << 64))  # OpenAI's may be negative
+    if options.repetition_penalty is not None and 0 < options.repetition_penalty < LEAST_REPETITION:
+        what = f"repetition_penalty is below {LEAST_REPETITION:g}, where logits overflow"
+        raise ApiError(400, what, param="repetition_penalty", code="invalid_value")
+    return Sampling.wished(options, _own_sampling(engine.model_path))
 
 
 _own_sampling = lru_cache(maxsize=8)(checkpoint_sampling)
@@ -302,12 +306,11 @@ def _speculation(engine: Engine, wish: Speculative | None) -> Speculation | None
 def _constraint(engine: Engine, form: Mapping[str, Any] | None, tools: Sequence[Tool], choice: ToolChoice,
                 parallel: bool, prompt: str, goes_on: bool) -> Constraint | None:  # fmt: skip
     """The grammar that the answer must follow, None where it is free. Raises ApiError for what cannot go together."""
-    forced, kind = choice not in ("auto", "none"), "text" if form is None else form["type"]
-    if not parallel and not forced:
-        raise unsupported("parallel_tool_calls", "false can be promised only where a call is required",
-                          'leave it out or set tool_choice to "required"')  # fmt: skip
+    forced, kind = choice not in FREE, "text" if form is None else form["type"]
     if not forced and kind == "text":
-        return None
+        if parallel or not tools:
+            return None
+        return OneCall(engine.tokenizer, engine.geometry.vocab, engine.stop_ids, reasoning_state(prompt), tools)
     param = "tool_choice" if forced else "response_format"
     if forced and kind != "text":
         raise unsupported("response_format", "an answer of tool calls has no other form")
@@ -320,18 +323,25 @@ def _constraint(engine: Engine, form: Mapping[str, Any] | None, tools: Sequence[
 
 def _grammar(engine: Engine, form: Mapping[str, Any], tools: Sequence[Tool], choice: ToolChoice, parallel: bool,
              prompt: str) -> Constraint:  # fmt: skip
-    from coli.grammar import constraint_for
+    from coli.grammar import MissingExtra, constraint_for
     from coli.tools import call_style
 
+    assert engine.chat is not None, "it rendered the prompt"
     wish: dict[str, Any] = {"json_object": True}
-    if choice not in ("auto", "none"):
+    if forced := choice not in FREE:
         name = choice.name if isinstance(choice, Named) else None
         if not tools or name not in (None, *(tool["function"]["name"] for tool in tools)):
             what = "no tools are given" if not tools else f"no tool is named {name!r}"
-            raise ApiError(400, what, param="tool_choice", code="invalid_value")
-        wish = {"tools": tools, "name": name, "style": call_style(prompt), "parallel": parallel}
+            raise ApiError(400, f"invalid 'tool_choice': {what}", param="tool_choice", code="invalid_value")
+        wish = {"tools": tools, "name": name, "style": call_style(engine.chat.source), "parallel": parallel}
     elif form["type"] == "json_schema":
         asked = form["json_schema"]
         wish = {"schema": asked.get("schema", {"type": "object"}), "strict": asked.get("strict") is True}
-    return constraint_for(engine.tokenizer, engine.geometry.vocab, engine.stop_ids,
-                          reasoning=reasoning_state(prompt), **wish)  # fmt: skip
+    try:
+        return constraint_for(engine.tokenizer, engine.geometry.vocab, engine.stop_ids,
+                              reasoning=reasoning_state(prompt), **wish)  # fmt: skip
+    except MissingExtra as error:
+        raise unsupported("tool_choice" if forced else "response_format", error.what, error.hint) from error
+    except UsageError as error:  # of a schema that the client wrote
+        param, code = ("tools", "invalid_function_parameters") if forced else ("response_format", "invalid_json_schema")
+        raise ApiError(400, f"invalid '{param}': {error.what}", param=param, code=code) from error

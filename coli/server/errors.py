@@ -4,7 +4,10 @@ Every refusal is an `ApiError`: the status, a sentence, and OpenAI's type, param
 any exception: coli's own (a user's mistake is 400, an overlong prompt 400 `context_length_exceeded`, the rest 500), the
 scheduler's (busy 429, draining or waited too long 503, each with Retry-After), pydantic's and Starlette's. What is
 unexpected is a 500 that says nothing of the fault; the traceback is the server's to say.
-Routes under /v1/messages speak Anthropic's shape, all others OpenAI's (`body`).
+Routes under /v1/messages speak Anthropic's shape, and so does what is said to its clients, who name their version in a
+header; all others speak OpenAI's (`body`).
+A field is named by its path in the request. pydantic's own path also has the names of a union's members in it: they
+are told from fields by the model's schema (`_fields`), for a member may be called as one of its fields is.
 Invariant: a mistake of the client is never a 5xx, for routers take that as a dead server.
 Guarded by tests/server/test_errors.py.
 """
@@ -13,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from coli.errors import ColiError, PromptTooLong, UsageError
 from coli.server.job import Busy, Cancelled, Draining, QueueTimeout
@@ -29,6 +35,7 @@ ANTHROPIC_TYPES = {
 }  # fmt: skip
 DRAIN_RETRY_S = 5  # a restart is expected after a drain
 Model = TypeVar("Model", bound=BaseModel)
+Only = Mapping[str, tuple[Sequence[Any], str]]  # field -> values that ask for nothing, why others are refused
 
 
 class ApiError(Exception):
@@ -48,9 +55,9 @@ class ApiError(Exception):
             case ApiError():
                 return error
             case PromptTooLong():
-                return cls(400, _sentence(error), code="context_length_exceeded")
+                return cls(400, _sentence(error), param=_param(error), code="context_length_exceeded")
             case UsageError():
-                return cls(400, _sentence(error), param=error.where if error.where.isidentifier() else None)
+                return cls(400, _sentence(error), param=_param(error), code="invalid_value")
             case Busy():
                 return cls(429, str(error), code="queue_full", headers=_retry(error.retry_after_s))
             case QueueTimeout():
@@ -76,6 +83,20 @@ def unsupported(param: str, why: str, hint: str = "") -> ApiError:
     return ApiError(400, f"'{param}' is not supported: {why}{end}", param=param, code="unsupported_parameter")
 
 
+def without(content: Mapping[str, Any], only: Only, path: str = "") -> dict[str, Any]:
+    """`content` without the fields of `only`. Raises ApiError for one that asks for something; null and an empty list
+    ask for nothing. `path` stands before their names."""
+    for name, (nothing, why) in only.items():
+        value = content.get(name)
+        if value not in (None, []) and not any(value == one and type(value) is type(one) for one in nothing):
+            raise unsupported(path + name, why)
+    return {name: value for name, value in content.items() if name not in only}
+
+
+def missing(param: str) -> ApiError:
+    return ApiError(400, f"missing required parameter: '{param}'", param=param, code="missing_required_parameter")
+
+
 def model_not_found(name: str, served: str) -> ApiError:
     what = f"the model '{name}' does not exist; this server has '{served}'"
     return ApiError(404, what, param="model", code="model_not_found")
@@ -86,7 +107,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Refusals of a field, under the name that another API has for it."""
     try:
         yield
-    except ApiError as error:
+    except (ApiError, UsageError, PromptTooLong) as refusal:
+        error = ApiError.of(refusal)
         param = names.get(error.param or "")
         if param is None:
             raise
@@ -101,17 +123,21 @@ def openai_body(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def anthropic_body(error: ApiError) -> dict[str, Any]:
+def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
     kind = ANTHROPIC_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
-def body(error: ApiError, path: str) -> dict[str, Any]:
-    """The error in the shape that clients of this path read."""
-    return anthropic_body(error) if path.startswith("/v1/messages") else openai_body(error)
+def body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """The error in the shape that this request's client reads."""
+    if scope["path"].startswith("/v1/messages") or "anthropic-version" in Headers(scope=scope):
+        return anthropic_body(error, scope["state"]["request_id"])
+    return openai_body(error)
 
 
 # ---- what pydantic refuses -------------------------------------------------------------------------------------------
+
+Parts = tuple[int | str, ...]  # the way to a value: names and places in lists
 
 
 def parsed(model: type[Model], content: Any) -> Model:
@@ -119,32 +145,41 @@ def parsed(model: type[Model], content: Any) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise invalid(error, content) from None
+        raise invalid(error, model) from None
 
 
-def invalid(error: ValidationError, content: Any = None) -> ApiError:
-    """The first field that is wrong and what it should be; `content` tells fields from pydantic's names of types."""
-    found = [_tagged(one) for one in error.errors(include_url=False)]
-    param = _path(found[0], content)
-    same = [one for one in found if _path(one, content) == param]
-    kind = same[0]["type"]
+def invalid(error: ValidationError, model: type[BaseModel] | None = None) -> ApiError:
+    """The first field that is wrong and what it should be."""
+    errors = error.errors(include_url=False)
+    found = [_told(one, model) for one in errors]
+    param, kind, _ = found[0]
+    if isinstance(errors[0]["input"], Mapping):  # a word might stand here as well, but an object was sent
+        param, kind, _ = next((one for one in found if one[0].startswith(f"{param}.")), found[0])
     if kind == "missing":
-        return ApiError(400, f"missing required parameter: '{param}'", param=param, code="missing_required_parameter")
+        return missing(param)
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown parameter: '{param}'", param=param, code="unknown_parameter")
-    words = " or ".join(dict.fromkeys(_words(one["msg"]) for one in same))
+    words = " or ".join(dict.fromkeys(words for one, _, words in found if one == param))
     return ApiError(400, f"invalid '{param}': {words}" if param else words, param=param or None, code="invalid_value")
 
 
-def _tagged(error: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same of the field that says which kind an object is, where pydantic blames the object."""
-    name = error.get("ctx", {}).get("discriminator", "")
-    if not name.startswith("'"):
-        return error
-    where = {"loc": (*error["loc"], name.strip("'"))}
-    if error["type"] == "union_tag_not_found":
-        return {"type": "missing", "msg": "", **where}
-    return {"type": error["type"], "msg": f"should be one of {error['ctx']['expected_tags']}", **where}
+def _told(error: Mapping[str, Any], model: type[BaseModel] | None) -> tuple[str, str, str]:
+    """The field, the kind of mistake and what should be there."""
+    kind, where = error["type"], _place(model, error["loc"])
+    if kind in _NO_OBJECT or (kind == "union_tag_not_found" and not isinstance(error["input"], Mapping)):
+        kind, words = "no_object", "should be an object"
+    elif kind in ("union_tag_not_found", "union_tag_invalid"):  # blames the object, where a field of it is wrong
+        where = (*where, error["ctx"]["discriminator"].strip("'_()"))  # a function is called as the field it reads
+        kind = "missing" if kind == "union_tag_not_found" else kind
+        words = f"should be one of {error['ctx'].get('expected_tags')}"
+    else:
+        words = _words(error["msg"])
+    if error["input"] is None and kind != "extra_forbidden" and len(where) == 1 and where[0] in _required(model):
+        kind = "missing"  # null is the same as left out
+    return _spelled(where), kind, words
+
+
+_NO_OBJECT = frozenset({"model_type", "model_attributes_type", "dict_type"})
 
 
 def _words(message: str) -> str:
@@ -153,26 +188,72 @@ def _words(message: str) -> str:
     return message
 
 
-def _path(error: Mapping[str, Any], content: Any) -> str:
-    """`messages[0].content` of pydantic's location, without the names of types that stand between for a union."""
-    parts: Sequence[int | str] = error["loc"]
-    path, node = "", content
-    for number, part in enumerate(parts):
-        absent = error["type"] == "missing" and number == len(parts) - 1
-        if isinstance(part, int):
-            path += f"[{part}]"
-            node = node[part] if isinstance(node, list) and part < len(node) else None
-        elif absent or (part in node if isinstance(node, Mapping) else node is None and part.isidentifier()):
-            path += f".{part}" if path else part
-            node = node.get(part) if isinstance(node, Mapping) else None
-    return path
+def _spelled(parts: Parts) -> str:
+    """`messages[0].content`"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+
+
+def _required(model: type[BaseModel] | None) -> frozenset[str]:
+    fields = model.model_fields if model is not None else {}
+    return frozenset(field.alias or name for name, field in fields.items() if field.is_required())
+
+
+def _place(model: type[BaseModel] | None, loc: Parts) -> Parts:
+    """A location of pydantic's as the way through the request."""
+    if model is None:
+        return loc
+    schema = model.__pydantic_core_schema__
+    found = _fields(schema, _definitions(model), loc)
+    return loc if found is None else found
+
+
+@cache
+def _definitions(model: type[BaseModel]) -> dict[str, Any]:
+    schema: Any = model.__pydantic_core_schema__
+    return {one["ref"]: one for one in schema.get("definitions", ())}
+
+
+def _fields(schema: Any, known: Mapping[str, Any], loc: Parts) -> Parts | None:
+    """The parts of `loc` that are in the request; the others name members of unions. None: it is not of this schema."""
+    if not loc:
+        return ()
+    part, rest = loc[0], loc[1:]
+    match schema:
+        case {"type": "definition-ref", "schema_ref": ref}:
+            return _fields(known[ref], known, loc)
+        case {"type": "model-fields", "fields": fields}:
+            inner = next((one for name, one in fields.items() if part in (name, one.get("validation_alias"))), None)
+            return loc if inner is None else _behind(part, inner["schema"], known, rest)
+        case {"type": "tagged-union", "choices": choices}:
+            return _fields(choices[part], known, rest) if part in choices else None
+        case {"type": "union", "choices": choices}:
+            found = (_fields(one[0] if isinstance(one, tuple) else one, known, rest) for one in choices)
+            return next((parts for parts in found if parts is not None), None)
+        case {"type": "list", "items_schema": items}:
+            return _behind(part, items, known, rest) if isinstance(part, int) else None
+        case {"type": "dict"}:
+            return (part,) if rest == ("[key]",) else _behind(part, schema["values_schema"], known, rest)
+        case {"schema": inner}:  # a wrapper
+            return _fields(inner, known, loc)
+    return None
+
+
+def _behind(part: int | str, schema: Any, known: Mapping[str, Any], rest: Parts) -> Parts | None:
+    inner = _fields(schema, known, rest)
+    return None if inner is None else (part, *inner)
 
 
 def _retry(seconds: int) -> dict[str, str]:
     return {"retry-after": str(seconds)}
 
 
+def _param(error: ColiError) -> str | None:
+    """The field, unless it is the command line's."""
+    return error.where if error.where.isidentifier() else None
+
+
 def _sentence(error: ColiError) -> str:
-    """Without the place, which is the command line's."""
-    where = f"{error.where}: " if error.where and not error.where.startswith("-") else ""
-    return f"{where}{error.what}" + (f" ({error.hint})" if error.hint else "")
+    """Without the place where it is the command line's, or where the words say it."""
+    told = isinstance(error, PromptTooLong) or error.where.startswith("-") or error.what.startswith(error.where)
+    where = "" if told else error.where
+    return (f"{where}: " if where else "") + error.what + (f" ({error.hint})" if error.hint else "")

@@ -1,14 +1,14 @@
 """What every request passes before an endpoint sees it, as plain ASGI layers, outermost first.
 
     Named       x-request-id on every answer
-    (CORS)      Starlette's own layer, only where there is --cors-origin
+    (Cors)      what browsers ask before a page's request; only where there is --cors-origin
     Answered    whatever is raised below becomes a refusal in the API's shape
-    Door        Host header (a rebound name), Origin header (another site's page), then the key
+    Door        Host header (a rebound name), Origin header (another site's page), then the key; probes need none
     Ready       503 while the model is loading
     Body        the body whole, at most 4 MiB, and what JSON is in it: request.state.content (of POST routes)
 
 Plain ASGI and no BaseHTTPMiddleware, which hides that a client has left: `receive` goes through to the server once the
-body has been read. /health and /version need no key and no model.
+body has been read. /health and /version need no name, no key and no model.
 An exception after the headers went out cannot become a status: it is said and raised on, so that uvicorn breaks the
 connection and no client takes half an answer for a whole one.
 Guarded by tests/server/test_guards.py.
@@ -17,22 +17,25 @@ Guarded by tests/server/test_guards.py.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
+import math
 import re
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coli.errors import ColiError
-from coli.server.errors import ApiError, body, loading
+from coli.server.errors import ApiError, body, loading, openai_body
 from coli.server.options import BODY_LIMIT, ServeOptions, loopback
 
-OPEN = ("/health", "/version")  # for probes, which have no key
+OPEN = ("/health", "/version")  # for probes, which have no key and call a machine as they like
 DISCARD = 16 * BODY_LIMIT  # of a body too long is read before the refusal, or a client still writing never sees it
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -92,27 +95,29 @@ class Door:
         self.key = options.api_key.encode() if options.api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] == "http" and scope["path"] not in OPEN:
             headers = Headers(scope=scope)
-            self._check_host(headers.get("host", ""))
+            self._check_host(headers.get("host", ""), scope.get("server"))
             self._check_origin(headers.get("origin"), headers.get("host", ""))
-            if self.key is not None and scope["path"] not in OPEN:
+            if self.key is not None:
                 self._check_key(headers)
         await self.app(scope, receive, send)
 
-    def _check_host(self, host: str) -> None:
+    def _check_host(self, host: str, here: Sequence[Any] | None) -> None:
+        """`here`: this end of the connection. Who was told that address asked for it: a rebound name is none."""
         name = _name(host)
-        if not (loopback(name) or name in self.hosts or "*" in self.hosts):
-            what = f"the host {name!r} is not served here (start the server with --allowed-host {name})"
-            raise ApiError(403, what, code="host_not_allowed")
+        if loopback(name) or name in self.hosts or "*" in self.hosts or (here and _same_address(name, here[0])):
+            return
+        what = (f"the host {name!r} is not served here (start the server with --allowed-host {name})" if name else
+                "the request does not say whom it asks (HTTP/1.1 does, in its Host header)")  # fmt: skip
+        raise ApiError(403, what, code="host_not_allowed")
 
     def _check_origin(self, origin: str | None, host: str) -> None:
         """A page of another site could make this machine compute, even where it may not read the answer."""
         if origin is None or "*" in self.origins or origin in self.origins:
             return
         if origin.partition("://")[2] != host:
-            what = f"pages of {origin!r} are not served here (start the server with --cors-origin {origin})"
-            raise ApiError(403, what, code="origin_not_allowed")
+            raise _foreign(origin)
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -122,6 +127,19 @@ class Door:
             what = "no key was given" if not given else "the key is not this server's"
             hint = "Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(401, f"{what} ({hint})", code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, but that a preflight is refused in the house's shape."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response, origin = super().preflight_response(request_headers), request_headers["origin"]
+        if response.status_code == 200:
+            return response
+        refusal = _foreign(origin)
+        if self.is_allowed_origin(origin):
+            refusal = ApiError(403, bytes(response.body).decode(), code="cors_not_allowed")
+        return JSONResponse(openai_body(refusal), refusal.status, {"vary": "Origin"})
 
 
 class Ready:
@@ -187,7 +205,7 @@ def _too_long() -> ApiError:
 def content_of(raw: bytes) -> dict[str, Any]:
     """The JSON object in a body, whose every text can be written as UTF-8. Raises ApiError 400."""
     try:
-        content = json.loads(raw.decode(), parse_constant=_no_constant)
+        content = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)
         if b"\\u" in raw:
             json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except UnicodeDecodeError as error:
@@ -207,13 +225,21 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def _finite(text: str) -> float:
+    """1e999 is a number to JSON, and infinite here: it could not be written again."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return number
+
+
 def _bad_body(why: str) -> ApiError:
     return ApiError(400, f"the body is not the JSON expected: {why}", code="invalid_json")
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the error, in the shape of the path's API."""
-    await JSONResponse(body(error, scope["path"]), error.status, error.headers)(scope, receive, send)
+    """Answer with the error, in the shape that the client reads."""
+    await JSONResponse(body(error, scope), error.status, error.headers)(scope, receive, send)
 
 
 def _fault(error: Exception) -> str:
@@ -221,6 +247,23 @@ def _fault(error: Exception) -> str:
     if isinstance(error, (ColiError, ApiError)):
         return str(error)
     return "".join(traceback.format_exception(error)).strip()
+
+
+def _foreign(origin: str) -> ApiError:
+    if origin == "null":
+        what = "pages without an origin (from a file, sandboxed) are not served here (--cors-origin '*' serves any)"
+    else:
+        what = f"pages of {origin!r} are not served here (start the server with --cors-origin {origin})"
+    return ApiError(403, what, code="origin_not_allowed")
+
+
+def _same_address(name: str, address: str) -> bool:
+    """Whether both are one IP address, in whatever spelling."""
+    try:
+        one, other = (ipaddress.ip_address(text.partition("%")[0]) for text in (name, address))
+    except ValueError:
+        return False
+    return one == (getattr(other, "ipv4_mapped", None) or other)  # so a socket for both families calls an IPv4 peer
 
 
 def _name(host: str) -> str:

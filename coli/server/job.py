@@ -78,15 +78,14 @@ class Bell:
 class Job:
     """One request on its way. One task reads it: `await started()`, then `batches()`; `cancel()` is for every thread.
 
-    Moments are perf_counter's, None until they come: `started_at` a slot was taken, `first_at` and `last_at` the first
-    and latest token was delivered. `cached_tokens`: prompt tokens that the slot need not read again."""
+    Moments are perf_counter's, None until they come: `started_at` a slot was taken, `first_at` the first token was
+    delivered. `cached_tokens`: prompt tokens that the slot need not read again."""
 
     def __init__(self, request: Request, id: str, cancel: Callable[[Job], None]) -> None:
         self.request, self.id = request, id
         self.queued_at = time.perf_counter()
         self.started_at: float | None = None
         self.first_at: float | None = None
-        self.last_at: float | None = None
         self.ended_at: float | None = None
         self.slot: int | None = None
         self.cached_tokens = 0

@@ -162,7 +162,7 @@ class Metrics(Observer, Collector):
         if job.report is None:
             return
         self._generated += job.report.completion_tokens - delivered
-        if job.report.completion_tokens and not delivered:  # the stop token was its first
+        if not delivered and job.report.finish_reason in ("stop", "length"):  # nothing is left of what it picked
             self._read(job)
         if job.report.speculation is not None:
             for source in job.report.speculation.sources:

@@ -49,8 +49,7 @@ _NAMES = {"messages": "input", "reasoning_effort": "reasoning.effort", "response
 async def endpoint(http: HttpRequest) -> Response:
     """POST /v1/responses."""
     service: Service = http.app.state.service
-    schema.refuse_known(http.state.content)
-    request = parsed(schema.ResponsesRequest, http.state.content)
+    request = parsed(schema.ResponsesRequest, schema.accepted(http.state.content))
     service.check_model(request.model)
     if request.stream_options and not request.stream:
         raise ApiError(400, "invalid 'stream_options': only with 'stream': true", param="stream_options",
@@ -183,11 +182,7 @@ class Reply:
         self._spoke = False  # a token outside reasoning came
 
     async def whole(self) -> dict[str, Any]:
-        try:
-            async for batch in self._answering:
-                self._grow(batch)
-        finally:
-            await self._answering.aclose()
+        await self._answering.whole(self._grow)
         _, ended = self._end()
         return ended
 

@@ -3,8 +3,9 @@
 Idea: three kinds of fields. What is done has a field in a model here, strict in its type. What changes nothing on this
 server (`user`, `metadata`, `service_tier`, `safety_identifier`, `prompt_cache_key`; `strict` of a tool, whose calls are
 held to the schema only where a call is required) is accepted. What OpenAI knows and this server does not do stands in a
-table with the values that ask for nothing, and is refused by name otherwise. All else is an unknown parameter. null is
-everywhere the same as left out.
+table with the values that ask for nothing (an empty list does so everywhere), and is refused by name otherwise. Wishes
+that contradict each other are refused as well. All else is an unknown parameter. null is everywhere the same as left
+out.
 
 Beside OpenAI's fields there are those of local servers (top_k, min_p, repetition_penalty, enable_thinking,
 chat_template_kwargs, reasoning_content of messages) and coli's own (speculative, pin, stream_options.include_coli).
@@ -21,23 +22,23 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coli.server.ask import Named, Options, Speculative, ToolChoice
-from coli.server.errors import ApiError, parsed, unsupported
+from coli.server.errors import ApiError, Only, missing, parsed, unsupported, without
 
-Only = Mapping[str, tuple[Sequence[Any], str]]  # field -> values that ask for nothing, why others are refused
-
+PROMPT_CACHE_RETENTION = (("in_memory", "in-memory"), "prefixes are kept in memory while there is room")
+VERBOSITY = (("medium",), "the models know no such wish")
 _ONE = ((1,), "one answer is made of a prompt")
 _COMPLETIONS_ONLY: Only = {"best_of": _ONE, "n": _ONE, "suffix": ((), "the models do not fill in")}
 _CHAT_ONLY: Only = {
     "n": _ONE,
     "audio": ((), "the answer is text"),
     "function_call": (("auto", "none"), "use tool_choice"),
-    "functions": (([],), "use tools"),
+    "functions": ((), "use tools"),
     "modalities": ((["text"],), "the answer is text"),
     "moderation": ((), "nothing is moderated here"),
     "prompt_cache_options": ((), "prefixes are kept whenever there is room"),
-    "prompt_cache_retention": (("in_memory", "in-memory"), "prefixes are kept in memory while there is room"),
+    "prompt_cache_retention": PROMPT_CACHE_RETENTION,
     "store": ((False,), "nothing is stored here"),
-    "verbosity": (("medium",), "the models know no such wish"),
+    "verbosity": VERBOSITY,
     "web_search_options": ((), "there is no search here"),
 }
 
@@ -190,13 +191,14 @@ Drafts = Annotated[SpeculativeWish, BeforeValidator(_as_wish)]
 
 
 class _Common(_Model):
-    """What both endpoints take. Ranges of the sampler's fields are coli.sampling's to check."""
+    """What both endpoints take. Ranges of the sampler's fields are coli.sampling's to check, but for the one that is
+    narrower in this API."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -256,11 +258,23 @@ class ChatRequest(_Common):
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ChatRequest:
         """Raises ApiError 400 that names the field."""
-        asked = parsed(cls, _without(content, _CHAT_ONLY))
+        asked = parsed(cls, without(content, _CHAT_ONLY))
         asked.check()
         if asked.top_logprobs is not None and not asked.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs' true", param="top_logprobs", code="invalid_value")
+        asked._check_thinking()
         return asked
+
+    def _check_thinking(self) -> None:
+        """Whether to think can be said in three places. Raises ApiError where they say different things."""
+        given = self.chat_template_kwargs or {}
+        for name, value in (("enable_thinking", self.enable_thinking), ("reasoning_effort", self.reasoning_effort)):
+            if None not in (value, given.get(name)) and given[name] != value:
+                raise _contradiction(f"chat_template_kwargs.{name}", name)
+        thinking = given.get("enable_thinking") if self.enable_thinking is None else self.enable_thinking
+        effort = self.reasoning_effort
+        if isinstance(thinking, bool) and effort is not None and thinking == (effort == "none"):
+            raise _contradiction("reasoning_effort", "enable_thinking")
 
     def options(self) -> Options:
         form, tokens = self.response_format, self.max_completion_tokens
@@ -285,7 +299,8 @@ class ChatRequest(_Common):
         raise ApiError(400, what, param="tool_choice", code="invalid_value")
 
     def template_messages(self) -> list[dict[str, Any]]:
-        return [_template_message(message, f"messages[{number}]") for number, message in enumerate(self.messages)]
+        names: dict[str, str] = {}  # of the functions called so far, by the id of the call
+        return [_template_message(one, f"messages[{number}]", names) for number, one in enumerate(self.messages)]
 
     def template_tools(self) -> list[dict[str, Any]]:
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
@@ -300,7 +315,7 @@ class CompletionRequest(_Common):
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> CompletionRequest:
         """Raises ApiError 400 that names the field."""
-        asked = parsed(cls, _without(content, _COMPLETIONS_ONLY))
+        asked = parsed(cls, without(content, _COMPLETIONS_ONLY))
         asked.check()
         if asked.echo and asked.logprobs is not None:
             raise unsupported("logprobs", "of a prompt that is echoed none are computed", "leave out one of the two")
@@ -312,6 +327,8 @@ class CompletionRequest(_Common):
     def one_prompt(self) -> str | list[int]:
         """The text or the token ids. Raises ApiError for several prompts, and for what is none."""
         match self.prompt:
+            case None:
+                raise missing("prompt")
             case str():
                 return self.prompt
             case [str(text)]:
@@ -330,31 +347,31 @@ def _are_ids(items: list[Any]) -> bool:
     return bool(items) and all(type(item) is int for item in items)
 
 
-def _without(content: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """`content` without the fields of `only`. Raises ApiError for one that asks for something."""
-    for name, (allowed, why) in only.items():
-        value = content.get(name)
-        if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
-            raise unsupported(name, why)
-    return {name: value for name, value in content.items() if name not in only}
+def _contradiction(param: str, other: str) -> ApiError:
+    what = f"'{param}' and '{other}' contradict each other (leave out one of the two)"
+    return ApiError(400, what, param=param, code="invalid_value")
 
 
 # ---- to the template's form ------------------------------------------------------------------------------------------
 
 
-def _template_message(message: Any, path: str) -> dict[str, Any]:
+def _template_message(message: Any, path: str, names: dict[str, str]) -> dict[str, Any]:
     said: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     said["content"] = _text(message.content or (), f"{path}.content")
     if message.name is not None:
         said["name"] = message.name
     if isinstance(message, ToolMessage):
-        said["tool_call_id"] = message.tool_call_id
+        if message.tool_call_id not in names:
+            what = f"invalid '{path}.tool_call_id': no tool call before it has the id '{message.tool_call_id}'"
+            raise ApiError(400, what, param=f"{path}.tool_call_id", code="invalid_value")
+        said |= {"tool_call_id": message.tool_call_id, "name": names[message.tool_call_id]}
     if isinstance(message, AssistantMessage):
         if message.content is None and message.refusal:
             said["content"] = message.refusal
         if message.reasoning_content is not None:
             said["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
+            names |= {call.id: call.function.name for call in message.tool_calls}
             said["tool_calls"] = [_template_call(call, f"{path}.tool_calls[{number}]")
                                   for number, call in enumerate(message.tool_calls)]  # fmt: skip
     return said

@@ -1,7 +1,7 @@
 """What a server is started with, and what is refused before a port or a model is opened.
 
 A server that others can reach has a key, or was told `--insecure`. Names a browser may use for it are loopback's, the
-address it listens on and `--allowed-host`'s: a page that rebinds its own name to 127.0.0.1 is turned away.
+address that a client reached and `--allowed-host`'s: a page that rebinds its own name to one of these is turned away.
 Guarded by tests/server/test_guards.py and tests/cli/test_serve.py.
 """
 
@@ -56,7 +56,7 @@ class ServeOptions:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Names besides loopback's that a Host header may have; "*" is any."""
+        """Names besides loopback's and the IP address that a Host header may have; "*" is any."""
         own = () if self.host in WILDCARDS else (self.host,)
         return frozenset(name.lower().strip("[]") for name in (*own, *self.allowed_hosts))
 

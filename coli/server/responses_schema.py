@@ -19,25 +19,33 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from coli.server.carried import unseal
-from coli.server.errors import ApiError, unsupported
-from coli.server.openai_schema import Drafts
+from coli.server.errors import ApiError, Only, unsupported, without
+from coli.server.openai_schema import PROMPT_CACHE_RETENTION, VERBOSITY, Drafts
 
 _STATELESS = "nothing is kept between requests"
-_REFUSED = {
-    "previous_response_id": (_STATELESS, "send the earlier items in 'input'"),
-    "conversation": (_STATELESS, "send the earlier items in 'input'"),
-    "prompt": ("no prompts are kept here", "send 'instructions' and 'input'"),
-    "context_management": (_STATELESS, "send the items you want to be read"),
-    "max_tool_calls": ("no tools run here", "count the calls where you run them"),
-    "moderation": ("there is no moderation model here", ""),
-    "image": ("the model writes text", ""),
-    "background_options": (_STATELESS, ""),
-    "prompt_cache_options": ("prefixes are reused by themselves", ""),
-    "access_programs": ("there are none here", ""),
+_NO_CONVERSATION = ((), f"{_STATELESS}: send the earlier items in 'input'")
+_REFUSED: Only = {
+    "previous_response_id": _NO_CONVERSATION,
+    "conversation": _NO_CONVERSATION,
+    "prompt": ((), "no prompts are kept here: send 'instructions' and 'input'"),
+    "context_management": ((), f"{_STATELESS}: send the items you want to be read"),
+    "max_tool_calls": ((), "no tools run here: count the calls where you run them"),
+    "moderation": ((), "nothing is moderated here"),
+    "image": ((), "the model writes text"),
+    "background_options": ((), _STATELESS),
+    "prompt_cache_options": ((), "prefixes are kept whenever there is room"),
+    "prompt_cache_retention": PROMPT_CACHE_RETENTION,
+    "access_programs": ((), "there are none here"),
+    "store": ((False,), f"{_STATELESS}: send 'store': false, or leave it out"),
+    "background": ((False,), f"{_STATELESS}: use 'stream'"),
+    "truncation": (("disabled",), "a prompt is read whole or refused"),
 }
-_TRUE_REFUSED = {  # false is how this server does it anyway
-    "store": (_STATELESS, "send 'store': false, or leave it out"),
-    "background": (_STATELESS, "use 'stream'"),
+_OF_TEXT: Only = {"verbosity": VERBOSITY}
+_OF_REASONING: Only = {  # "auto" is whatever the server has, which is the reasoning's text itself
+    "summary": (("auto",), "the reasoning itself is sent"),
+    "generate_summary": (("auto",), "the reasoning itself is sent"),
+    "context": (("auto",), "the items of 'input' are what is read"),
+    "mode": (("standard",), "there is one mode"),
 }
 
 
@@ -109,7 +117,7 @@ class OutputItem(_Item):
 
 
 def _type(item: Any) -> str | None:
-    """Of an item; a message needs none."""
+    """Of an item; a message needs none. Refusals name the field after this function."""
     return item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
 
 
@@ -152,12 +160,10 @@ class SchemaFormat(_Model):
 
 class TextConfig(_Model):
     format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["medium"] | None = None  # here as below: what else there is, `accepted` refuses by name
 
 
 class Reasoning(_Model):
-    """`summary` "auto" is whatever the server has, which is the reasoning's text itself."""
-
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
@@ -186,35 +192,33 @@ class ResponsesRequest(_Model):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    truncation: Literal["disabled"] | None = None
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None, max_length=16
     )
     user: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)  # ours, as are the two below
     speculative: Drafts | None = None
     pin: bool | None = None
 
 
-def refuse_known(content: Mapping[str, Any]) -> None:
-    """Raises ApiError 400 for what means something to OpenAI and cannot be done here."""
-    for name, (why, hint) in _REFUSED.items():
-        if content.get(name) is not None:
-            raise unsupported(name, why, hint)
-    for name, (why, hint) in _TRUE_REFUSED.items():
-        if content.get(name) is True:
-            raise unsupported(name, why, hint)
+def accepted(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` without what asks for nothing. Raises ApiError 400 for what means something to OpenAI and cannot be
+    done here."""
+    for name, only in (("text", _OF_TEXT), ("reasoning", _OF_REASONING)):
+        if isinstance(content.get(name), Mapping):
+            without(content[name], only, f"{name}.")
+    match content.get("tool_choice"):
+        case {"type": str(choice)} if choice != "function":
+            raise unsupported("tool_choice", f"type {choice!r} is not known here", "name a function")
     for field, known, hint in (("input", _ITEMS, ""), ("tools", ("function",), "send functions, and run them")):
         for number, item in enumerate(content[field] if isinstance(content.get(field), list) else []):
             kind = _type(item)
             if isinstance(kind, str) and kind not in known:
                 raise unsupported(f"{field}[{number}]", f"'{kind}' is nothing this server has", hint)
+    return without(content, _REFUSED)
 
 
 # ---- to the template's form ------------------------------------------------------------------------------------------
@@ -298,9 +302,11 @@ def _invalid(param: str, what: str) -> ApiError:
 
 def function_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]]:
     """The tools in the form of chat completions, which templates are written for."""
-    return [{"type": "function", "function": {"name": tool.name, "description": tool.description or "",
-                                              "parameters": tool.parameters or {"type": "object", "properties": {}}}}
-            for tool in tools or ()]  # fmt: skip
+    return [{"type": "function", "function": {
+        "name": tool.name, "description": tool.description or "",
+        "parameters": tool.parameters or {"type": "object", "properties": {}},
+        **({} if tool.strict is None else {"strict": tool.strict}),
+    }} for tool in tools or ()]  # fmt: skip
 
 
 def response_format(request: ResponsesRequest) -> dict[str, Any] | None:

@@ -231,7 +231,6 @@ class Scheduler:
         for _ in step.tokens:
             job.first_at = job.first_at or now
             self._tell("token", job, now)
-            job.last_at = now
 
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         """The job's one end, however often it is asked for; what still runs of its turn is cancelled."""

@@ -61,7 +61,8 @@ class Service:
         return [{
             "id": self.model_id, "object": "model", "created": self.created, "owned_by": "coli",
             "max_model_len": self.engine.ctx,
-            "type": "model", "display_name": self.model_id, "created_at": created,
+            "type": "model", "display_name": self.model_id, "created_at": created, "lifecycle": "active",
+            "max_input_tokens": self.engine.ctx, "max_tokens": self.engine.ctx,
         }]  # fmt: skip
 
     @property

@@ -9,7 +9,8 @@
 A second signal ends the process at once, and so does the first one while the model loads, when there is nothing to
 answer or to save: exit codes 143 and 130. uvicorn's own handlers would break off streams, so they are not installed.
 A signal that the parent set to be ignored stays ignored (nohup).
-HTTP is h11's: httptools sets no limit to headers, and saves 60 us a request where a stream has a piece every 10 ms.
+HTTP is h11's (coli/server/reader.py): httptools sets no limit to headers, and saves 60 us a request where a stream has
+a piece every 20 ms.
 Guarded by tests/server/test_serve.py.
 """
 
@@ -31,6 +32,7 @@ import uvicorn
 from coli.errors import ColiError, Exit, UsageError
 from coli.server.app import make_app
 from coli.server.options import ServeOptions
+from coli.server.reader import Reader
 from coli.server.service import Service
 
 EXITS = {signal.SIGINT: Exit.INTERRUPTED, signal.SIGTERM: Exit.TERMINATED}
@@ -88,13 +90,13 @@ async def _serve(options: ServeOptions, listener: socket.socket, load: Callable[
                  on_ready: Callable[[Service, str], None], say: Callable[[str], None]) -> None:  # fmt: skip
     app = make_app(options, say=say)
     config = uvicorn.Config(
-        app, http="h11", ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
+        app, http=Reader, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
         proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SLOW_READERS_S,
     )  # fmt: skip
     server = _Server(config)
     stop = asyncio.Event()
-    with _signals(asyncio.get_running_loop(), stop, lambda: app.state.service is not None, say):
+    with _signals(asyncio.get_running_loop(), stop, lambda: app.state.service is not None):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             service = await _loaded(load)
@@ -147,8 +149,7 @@ async def _first(*awaited: Any) -> None:
 
 
 @contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, loaded: Callable[[], bool],
-             say: Callable[[str], None]) -> Iterator[None]:  # fmt: skip
+def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, loaded: Callable[[], bool]) -> Iterator[None]:
     """The first SIGINT or SIGTERM sets `stop`; a second one, or one before the model is loaded, ends the process."""
 
     def heard(number: signal.Signals) -> None:

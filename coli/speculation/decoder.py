@@ -59,6 +59,8 @@ class Model(Protocol):
 class Vocabulary(Protocol):
     """The list a head scores, learned or fixed (coli/speculation/vocabulary.py)."""
 
+    def seat(self) -> Any: ...
+    def sit(self, seat: Any) -> None: ...
     def begin(self, conversation: Sequence[int]) -> None: ...
     def read(self, tokens: Sequence[int]) -> None: ...
     def picked(self, token: int) -> None: ...
@@ -88,12 +90,20 @@ class Decoder:
         self.mtp = MtpSource(head) if head is not None and options.mtp else None
         self.lookup = Lookup() if options.lookup else None
         self._wiring = head.wiring if head is not None else ""
-        self._vocabulary = vocabulary if self.mtp is not None else None
+        self._shared_list = vocabulary if self.mtp is not None else None
+        self._seat = None if self._shared_list is None else self._shared_list.seat()
         self._engine, self._vocab, self._reference, self._trace = engine, vocab, reference, trace
         self._verify: Verify | None = None
         self._base = options
         self.on_write: Overwrite | None = None  # is told, before they are written: first row, tokens, all stand
         self._start_turn()
+
+    @property
+    def _vocabulary(self) -> Vocabulary | None:
+        """The list the head scores, as it is to this sequence."""
+        if self._shared_list is not None:
+            self._shared_list.sit(self._seat)
+        return self._shared_list
 
     def _start_turn(self) -> None:
         self._tallies = {"mtp": Tally("mtp"), "lookup": Tally("lookup")}

@@ -15,7 +15,7 @@ position's hits never exceed those of the one before. Guarded by tests/speculati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,16 @@ class GateReport:
             "decided": self.decided,
         }
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> GateReport:
+        """The report that `to_json` told."""
+        t1 = told["t1_ms"]
+        return cls(
+            None if t1 is None else t1 / 1e3, tuple((int(rows), float(ratio)) for rows, ratio in told["rows"].items()),
+            float(told["rho"]), told["draft_ms"] / 1e3, told["first_draft_ms"] / 1e3,
+            tuple(float(share) for share in told["acceptance"]), bool(told["decided"]),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class VocabularyReport:
@@ -159,6 +169,21 @@ class SpeculationReport:
     def sources(self) -> tuple[SourceReport, ...]:
         return tuple(source for source in (self.mtp, self.lookup) if source is not None)
 
+    @property
+    def drafts(self) -> int:
+        """Carried, of all sources."""
+        return sum(source.drafts for source in self.sources)
+
+    @property
+    def accepted(self) -> int:
+        """Of all sources."""
+        return sum(source.accepted for source in self.sources)
+
+    @property
+    def per_forward(self) -> float | None:
+        """Tokens a forward; None without any."""
+        return self.tokens / self.forwards if self.forwards else None
+
     def lines(self, scope: str = "run") -> list[str]:
         """The lines for stderr; `scope` is "run" or "turn <id>"."""
         rows = {"MTP" if self.wiring else "mtp": self._mtp(), "lookup": self._lookup()}
@@ -192,12 +217,11 @@ class SpeculationReport:
 
     def identities(self) -> list[str]:
         """The identities that do not hold, in words; a sound report has none."""
-        accepted = sum(source.accepted for source in self.sources)
         verifies = sum(source.verifies for source in self.sources)
-        undone = sum(source.drafts for source in self.sources) - accepted
+        undone = self.drafts - self.accepted
         checks = {
-            f"{self.tokens} tokens = {self.forwards} forwards + {accepted} accepted":
-                self.tokens == self.forwards + accepted,
+            f"{self.tokens} tokens = {self.forwards} forwards + {self.accepted} accepted":
+                self.tokens == self.forwards + self.accepted,
             f"{verifies} verifies are among {self.forwards} forwards": verifies <= self.forwards,
             f"{self.rejected_rows} rejected rows are among {undone} undone": self.rejected_rows <= undone,
             "bytes of rejected rows are among all": 0 <= self.rejected_bytes <= self.expert_bytes,

@@ -16,6 +16,9 @@ from run to run. They are float32: halving is exact, so a token seen once outran
 float32's range 149 halvings later. Held as two arrays, what the file gave and what this process added since, so that
 the second can be put behind a file that has changed meanwhile.
 
+Sequences that take turns share the counts, not the list: each has a `Seat` with its conversation, its list and what its
+report counts, and `sit` puts that list where the head reads.
+
 Arrays: `ids` int64 [vocab], `count` of them valid: ascending as rebuilt (good for memory and for the blocks of
 kernels/linear.py), then those that joined. Its address stays the same: the head's program holds it.
 
@@ -50,9 +53,24 @@ if TYPE_CHECKING:
     from coli.settings import Settings
 
 NAME = ".coli_vocab"
-TOKEN_BYTES = 18  # of a list for each token of the vocabulary: its id, two counts, two marks
+TOKEN_BYTES = 16  # for each token of the vocabulary: its id, two counts
+SEAT_BYTES = 10  # the same of a seat: two marks, its id while another sits
 _NEAR = np.float32(0.75)
 _LONGEST = 32  # bytes of a file of ids for each token of the vocabulary, at most
+
+
+class Seat:
+    """What a list is to one sequence: its marks, its ids while another sits, and the counts of its report."""
+
+    def __init__(self, vocab: int) -> None:
+        self.said = np.zeros(vocab, np.bool_)  # tokens of the conversation
+        self.member = bytearray(vocab)  # tokens of the list
+        self.mask = np.frombuffer(self.member, np.bool_)
+        self.ids: np.ndarray | None = None  # None: no list was made yet
+        self.start_report()
+
+    def start_report(self) -> None:
+        self.picks = self.inside = self.sizes = self.appended = self.rebuilds = 0
 
 
 class Vocabulary:
@@ -67,19 +85,16 @@ class Vocabulary:
         self._path = path
         self._given = Counts.none(vocab)  # what the file held, halved since
         self._own, self._read = np.zeros(vocab, np.float32), 0  # counts and tokens of this process that no file has
-        self._member = bytearray(vocab)
-        self._mask = np.frombuffer(self._member, np.bool_)
-        self._said = np.zeros(vocab, np.bool_)  # tokens of the conversation
+        self._seat = Seat(vocab)
         self._left = HALVING  # tokens until the counts halve
         if path is not None:
             self._open(path)
         self._choose()
-        self._start_report()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the list and its counts."""
-        return self.vocab * TOKEN_BYTES
+        """Bytes of the list, its counts, and one seat."""
+        return self.vocab * (TOKEN_BYTES + SEAT_BYTES)
 
     def _open(self, path: Path) -> None:
         try:
@@ -94,20 +109,35 @@ class Vocabulary:
 
     # ---- the turn ------------------------------------------------------------------------------------------------
 
+    def seat(self) -> Seat:
+        """One for a further sequence."""
+        return Seat(self.vocab)
+
+    def sit(self, seat: Seat) -> None:
+        """From here on all is about the sequence of this seat."""
+        if seat is self._seat:
+            return
+        self._seat.ids, self._seat = self.ids[: self.count].copy(), seat
+        if seat.ids is None:
+            self._choose()
+        else:
+            self.count = len(seat.ids)
+            self.ids[: self.count] = seat.ids
+
     def begin(self, conversation: Sequence[int] | np.ndarray) -> None:
         """A request starts: the list is rebuilt around its `conversation` (prompt tokens, restored ones too)."""
-        self._said[:] = False
-        self._said[np.asarray(conversation, np.int64)] = True
+        self._seat.said[:] = False
+        self._seat.said[np.asarray(conversation, np.int64)] = True
         self._rebuild()
 
     def read(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Count prompt tokens that were computed (not restored); they are part of the conversation."""
         ids = np.asarray(tokens, np.int64)
-        self._said[ids] = True
+        self._seat.said[ids] = True
         for at in self._pieces(len(ids)):
             np.add.at(self._own, ids[at], np.float32(1))
             self._counted(len(ids[at]))
-        for token in np.unique(ids[~self._mask[ids]]).tolist():
+        for token in np.unique(ids[~self._seat.mask[ids]]).tolist():
             self._join(token)
 
     def _pieces(self, count: int) -> Iterable[slice]:
@@ -120,21 +150,21 @@ class Vocabulary:
 
     def picked(self, token: int) -> None:
         """Count a pick; it joins the list when it is missing."""
-        self._picks += 1
-        self._sizes += self.count
-        if self._member[token]:
-            self._inside += 1
+        self._seat.picks += 1
+        self._seat.sizes += self.count
+        if self._seat.member[token]:
+            self._seat.inside += 1
         else:
             self._join(token)
         self._own[token] += 1
-        self._said[token] = True
+        self._seat.said[token] = True
         self._counted(1)
 
     def _join(self, token: int) -> None:
         self.ids[self.count] = token
         self.count += 1
-        self._member[token] = 1
-        self._appended += 1
+        self._seat.member[token] = 1
+        self._seat.appended += 1
 
     def _counted(self, tokens: int) -> None:
         """These tokens, no more than are left, were added; the counts halve when they were the last."""
@@ -148,11 +178,11 @@ class Vocabulary:
 
     def _rebuild(self) -> None:
         self._choose()
-        self._rebuilds += 1
+        self._seat.rebuilds += 1
 
     def _choose(self) -> None:
         """Write the list that counts and conversation give."""
-        mask, counts = self._mask, self._given.values + self._own
+        mask, counts = self._seat.mask, self._given.values + self._own
         seen = counts[counts > 0]
         last = np.float32(0)
         if len(seen) >= self.size:
@@ -162,21 +192,19 @@ class Vocabulary:
         if last > 0:
             mask |= counts >= last * _NEAR
         mask[ties] = True
-        mask |= self._said
+        mask |= self._seat.said
         ids = np.flatnonzero(mask)
         self.count = len(ids)
         self.ids[: self.count] = ids
 
     # ---- the report and the file ---------------------------------------------------------------------------------
 
-    def _start_report(self) -> None:
-        self._picks = self._inside = self._sizes = self._appended = self._rebuilds = 0
-
     def turn_report(self) -> VocabularyReport:
         """What happened since the last report: `inside` counts picks that were on the list when they were picked."""
-        size = self._sizes / self._picks if self._picks else float(self.count)
-        report = VocabularyReport(size, self._inside, self._picks, self._appended, self._rebuilds, self.vocab)
-        self._start_report()
+        seat = self._seat
+        size = seat.sizes / seat.picks if seat.picks else float(self.count)
+        report = VocabularyReport(size, seat.inside, seat.picks, seat.appended, seat.rebuilds, self.vocab)
+        seat.start_report()
         return report
 
     def save(self) -> None:
@@ -203,12 +231,19 @@ class FixedVocabulary:
         self.ids, self.count = np.zeros(vocab, np.int64), len(ids)
         self.ids[: self.count] = sorted(ids)
         self._member = frozenset(ids)
-        self._picks = self._inside = 0
+        self._seat = Seat(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the list."""
         return self.ids.nbytes
+
+    def seat(self) -> Seat:
+        return Seat(0)
+
+    def sit(self, seat: Seat) -> None:
+        """What is picked counts for this seat's report."""
+        self._seat = seat
 
     def begin(self, conversation: Sequence[int] | np.ndarray) -> None:
         """A request starts, which changes nothing."""
@@ -217,13 +252,13 @@ class FixedVocabulary:
         """Prompt tokens were computed, which changes nothing."""
 
     def picked(self, token: int) -> None:
-        self._picks += 1
-        self._inside += token in self._member
+        self._seat.picks += 1
+        self._seat.inside += token in self._member
 
     def turn_report(self) -> VocabularyReport:
         """What happened since the last report."""
-        report = VocabularyReport(float(self.count), self._inside, self._picks, 0, 0, self.vocab, fixed=True)
-        self._picks = self._inside = 0
+        report = VocabularyReport(float(self.count), self._seat.inside, self._seat.picks, 0, 0, self.vocab, fixed=True)
+        self._seat.start_report()
         return report
 
     def save(self) -> None:

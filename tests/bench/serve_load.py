@@ -81,6 +81,15 @@ class Phase:
         return [answer for answer in self.answers if answer.status == 200]
 
     @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.served)
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of the server, which tells its own work from that of others on the machine."""
+        return self.counted.samples["process_cpu_seconds_total", frozenset()]
+
+    @property
     def tok_s(self) -> float:
         """Tokens a second, of answers that were whole before the time was over, and of what the others had by then."""
         end = min(answer.sent for answer in self.answers) + self.seconds
@@ -118,7 +127,7 @@ def count_faults(phase: Phase) -> list[str]:
            for reason in ("stop", "length", "cancelled", "error")},
         "prompt tokens": (seen("prompt_tokens_total"), sum(answer.prompt_tokens for answer in served)),
         "cached tokens": (seen("prefix_cache_hits_total"), sum(answer.cached_tokens for answer in served)),
-        "answer tokens": (seen("generation_tokens_total"), sum(answer.tokens for answer in served)),
+        "answer tokens": (seen("generation_tokens_total"), phase.tokens),
         "first tokens": (seen("time_to_first_token_seconds_count"), len(served)),
     }  # fmt: skip
     found += [f"{words}: {counted:g} counted, {got} seen" for words, (counted, got) in counts.items() if counted != got]
@@ -163,7 +172,8 @@ def told(phase: Phase) -> dict[str, Any]:
     statuses = Counter(answer.status for answer in phase.answers)
     firsts = sorted(answer.first_s for answer in phase.served)
     return {
-        "tok_s": round(phase.tok_s, 1), "answers": len(phase.served), "refused": statuses[429],
+        "tok_s": round(phase.tok_s, 1), "server_cpu_us_per_token": round(phase.cpu_s / phase.tokens * 1e6),
+        "answers": len(phase.served), "refused": statuses[429],
         "first_token_ms": {"p50": _ms(statistics.median(firsts)), "p99": _ms(firsts[len(firsts) * 99 // 100])},
         "means_ms": {words: {"server": _ms(counted), "clients": _ms(got)} for words, counted, got in times(phase)},
     }  # fmt: skip

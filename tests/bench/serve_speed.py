@@ -7,7 +7,7 @@ longest answers. Each once with drafts and once without; without, both ways run 
 forwards, while with them the server's gate has learned from the turns before, as it does in use. Compared are
     stream   (tokens - 1) / (last text - first text) seen by the client, with the run's decode tokens a second
     whole    tokens / (answer - request) of an answer in one piece, with the run's from request to end
-The server has read none of the prompts before (`cached_tokens` is 0: one checkpoint, and prompts that take turns).
+The server holds none of the prompt (`cached_tokens` is 0): it keeps one checkpoint, and that of another prompt by then.
 A ratio is the median over the rounds; the bar is 0.9 for each.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import subprocess
@@ -73,22 +74,23 @@ def rates(report: dict[str, Any], stream: Answer, whole: Answer) -> dict[str, fl
     }  # fmt: skip
 
 
+async def forget(client: Client) -> None:
+    """Put another prompt into the place of the last one."""
+    await client.chat(model="nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
+
+
 async def measure(port: int, rounds: int) -> dict[tuple[str, bool], list[dict[str, float]]]:
+    """Rows by prompt and drafts; the three ways of one row come right after each other."""
     found: dict[tuple[str, bool], list[dict[str, float]]] = {}
     async with Client(port) as client:
         for number in range(rounds + 1):
-            reports, answers = {}, {}
-            for drafts in (True, False):
-                for name, prompt in PROMPTS.items():
-                    reports[name, drafts] = run_once(prompt, drafts)
-            for stream in (True, False):
-                for drafts in (True, False):
-                    for name, prompt in PROMPTS.items():
-                        answers[name, drafts, stream] = await ask(client, prompt, drafts, stream)
-            for key, report in reports.items():
-                row = rates(report, answers[*key, True], answers[*key, False])
+            for name, drafts in itertools.product(PROMPTS, (True, False)):
+                report, answers = run_once(PROMPTS[name], drafts), []
+                for stream in (True, False):
+                    await forget(client)
+                    answers.append(await ask(client, PROMPTS[name], drafts, stream))
                 if number:  # the first round warms up
-                    found.setdefault(key, []).append(row)
+                    found.setdefault((name, drafts), []).append(rates(report, *answers))
     return found
 
 

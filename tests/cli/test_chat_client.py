@@ -13,6 +13,7 @@ from coli.answer import Delta
 from coli.client import Address, Server, events, is_coli
 from coli.conversation import Conversation, Turn, TurnFacts, Wishes
 from coli.errors import ColiError, PromptTooLong, UsageError
+from coli.speculation.report import GateReport
 from tests.cli.chat_server import Script, error, serving
 
 
@@ -49,7 +50,25 @@ def test_an_answer_its_facts_and_the_request(url: str, script: Script) -> None:
         "model": "scripted", "messages": conversation.messages("q"), "stream": True,
         "stream_options": {"include_usage": True, "include_coli": True},
     }]  # fmt: skip
-    assert server.details() == ["tokens_per_forward: 2.5", "gate: null"]
+    assert server.details() == ["context 26"]
+
+
+def test_what_stats_say_of_a_server_is_what_an_engine_says(url: str, script: Script) -> None:
+    gate = GateReport(0.2, ((2, 1.5),), 0.3, 0.01, 0.004, (0.97, 0.5), decided=True)
+    script.models = [(200, {"data": [{"id": "scripted", "max_model_len": 2048}]}, {})]
+    script.own = {"prefill_s": 0.5, "decode_s": 0.25, "tokens_per_forward": 2.5, "gate": {"on": True, **gate.to_json()}}
+    server = opened(url)
+    assert server.details() == []
+    answer(server)
+    context, speeds, drafting = server.details()
+    assert context == "context 26 of 2,048 positions" and drafting == f"gate: {gate.line()}"
+    assert speeds.startswith("first token 0.") and speeds.endswith(
+        "prefill 21 tokens, 16.0 tok/s · decode 5 tokens, 16.0 tok/s · the model ended it"
+    )
+    for other in ({"on": True}, 7, None, {**gate.to_json(), "rows": 7}, {**gate.to_json(), "decided": False}):
+        script.own["gate"] = other
+        answer(server)
+        assert server.details()[:1] == [context] and len(server.details()) == 2
 
 
 def test_wishes_travel_and_only_those(url: str, script: Script) -> None:

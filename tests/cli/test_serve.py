@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from coli.errors import UsageError
 from coli.server.options import ServeOptions, loopback
 from tests.conftest import Coli, clean_env
 
-LIGHT = ("starlette", "uvicorn", "prometheus_client", "numpy", "numba", "asyncio", "coli.server")
+LIGHT = ("starlette", "uvicorn", "prometheus_client", "numpy", "numba", "asyncio", "coli.server.serving")
 
 
 def test_help_loads_nothing_of_the_extra() -> None:
@@ -46,6 +47,19 @@ def test_every_model_flag_of_run_is_one_of_serve() -> None:
                   for command in ("run", "serve"))  # fmt: skip
     known = {row.flag for rows in TABLE.values() for row in rows if row.flag}
     assert run & known == serve & known - {"--api-key"} and len(run & known) == len(_FLAGS)
+
+
+def test_defaults_are_those_of_the_options_and_of_the_plan() -> None:
+    from coli.commands import app
+    from coli.planning.plan import KEPT
+
+    command = app.typer.main.get_command(app.app).commands["serve"]
+    told = {flag.name: flag.default for flag in command.params}
+    own = {field.name: field.default for field in fields(ServeOptions)}
+    assert set(own) - set(told) == {"allowed_hosts", "cors_origins"}
+    differing = [name for name in own if name in told and told[name] != own[name]]
+    assert not differing
+    assert told["checkpoints"] + told["pins"] == KEPT
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_snapshots_count(folder):
         trunk = state.copy()
         head = opened.engine.head.new_state()
         head.waiting = len(head.pending)  # as many rows as can wait
-        assert opened.engine.snapshot_bytes == one
+        assert opened.engine.plan.snapshot == one
     assert one == trunk.nbytes - trunk.tokens.nbytes + head.copy().nbytes + 2 * 8 * 4096 + 4 * found.geometry.vocab
 
 

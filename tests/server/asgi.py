@@ -23,15 +23,15 @@ class Answer(NamedTuple):
 
 
 def ask(app: ASGIApp, method: str = "GET", path: str = "/", *, headers: dict[str, str] | None = None,
-        chunks: Iterable[bytes] = (b"",), leaves: bool = False) -> Answer:  # fmt: skip
-    """What the application answers; `leaves`: the client is gone behind the last chunk."""
-    return asyncio.run(_ask(app, method, path, {"host": "localhost", **(headers or {})}, chunks, leaves))
+        chunks: Iterable[bytes] = (b"",), leaves: bool = False, here: str = "localhost") -> Answer:  # fmt: skip
+    """What the application answers; `leaves`: the client is gone behind the last chunk; `here`: the address it asks."""
+    return asyncio.run(_ask(app, method, path, {"host": "localhost", **(headers or {})}, chunks, leaves, here))
 
 
 async def _ask(app: ASGIApp, method: str, path: str, headers: dict[str, str], chunks: Iterable[bytes],
-               leaves: bool) -> Answer:  # fmt: skip
+               leaves: bool, here: str) -> Answer:  # fmt: skip
     scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
-             "root_path": "", "scheme": "http", "server": ("localhost", 1), "http_version": "1.1",
+             "root_path": "", "scheme": "http", "server": (here, 1), "http_version": "1.1",
              "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()]}  # fmt: skip
     sent: list[Message] = []
     left = iter(chunks)

@@ -16,10 +16,12 @@ from coli.chat import Reasoning
 from coli.errors import ReadError
 from coli.logprobs import Scored
 from coli.report import Experts, ModelFacts, RunReport, Timings
+from coli.server import anthropic, openai_responses
 from coli.server.answering import Answer, Answering, Usage, joined
 from coli.server.ask import Prepared
-from coli.server.errors import ApiError
+from coli.server.errors import ApiError, parsed
 from coli.server.job import Cancelled
+from coli.server.responses_schema import ResponsesRequest
 from coli.session import Request, Step
 from coli.speculation.report import SourceReport, SpeculationReport
 
@@ -43,6 +45,7 @@ class FakeJob:
                  hangs: bool = False) -> None:  # fmt: skip
         self._batches, self.report, self.error, self._hangs = batches, report, error, hangs
         self.cancelled = asyncio.Event()
+        self.pace: float | None = None
 
     async def started(self) -> None:
         if self._hangs:
@@ -81,9 +84,10 @@ def steps_of(text: str, size: int = 3) -> list[Step]:
     return [Step(piece, (Scored(number, -float(number)),)) for number, piece in enumerate(pieces)]
 
 
-def read(batches: Sequence[list[Step]], told: RunReport, start: Reasoning = "open", split: bool = True) -> Answer:
+def read(batches: Sequence[list[Step]], told: RunReport, start: Reasoning = "open", split: bool = True,
+         forced: bool = False) -> Answer:  # fmt: skip
     async def run() -> Answer:
-        prepared = Prepared(Request((1,)), "", start, TOOLS, split)
+        prepared = Prepared(Request((1,)), "", start, TOOLS, forced, split)
         answering = Answering(prepared, FakeJob(batches, told))  # type: ignore[arg-type]
         deltas: list[Delta] = []
         tokens: list[Scored] = []
@@ -112,9 +116,26 @@ def test_an_answer_is_sorted_and_counted() -> None:
 
 def test_a_call_that_was_cut_leaves_the_reason_alone() -> None:
     assert read([steps_of(TEXT)], report("length")).finish_reason == "length"
+    begun = TEXT.removesuffix("</tool_call>")
+    assert read([steps_of(begun)], report("length")).content == begun.partition("</think>\n\n")[2]
     plain = read([steps_of("Let me")], report())
     assert (plain.finish_reason, plain.reasoning, plain.content, plain.coli["speculation"]) == (
         "stop", "Let me", "", False)  # fmt: skip
+
+
+@given(st.integers(1, len(CALL) - 1))
+def test_of_an_answer_that_can_only_call_no_part_of_a_call_is_text(cut: int) -> None:
+    text = f"Let me see.\n</think>\n\n{CALL}\n{CALL[:cut]}"
+    answer = read([steps_of(text)], report("length"), forced=True)
+    assert (answer.reasoning, answer.content, answer.finish_reason) == ("Let me see.", "", "length")
+    assert len(answer.tool_calls) == 1 and len(answer.tokens) == len(steps_of(text))
+
+
+def test_the_facts_have_the_same_keys_with_drafts_and_without() -> None:
+    drafted, plain = (read([steps_of("Hi")], report(speculation=spec)).coli for spec in (DRAFTS, None))
+    assert drafted.keys() == plain.keys()
+    assert {name: plain[name] for name in ("speculation", "tokens", "drafts", "accepted", "tokens_per_forward")} == {
+        "speculation": False, "tokens": None, "drafts": 0, "accepted": 0, "tokens_per_forward": None}  # fmt: skip
 
 
 def test_a_text_is_not_sorted() -> None:
@@ -134,6 +155,27 @@ def test_batches_change_nothing(cuts: list[int], size: int) -> None:
         assert len(answer.tool_calls) == 1
     assert (whole.reasoning, whole.content, whole.tokens, whole.usage) == (
         cut_up.reasoning, cut_up.content, cut_up.tokens, cut_up.usage)  # fmt: skip
+
+
+@pytest.mark.parametrize("api", ["openai", "anthropic", "responses"])
+def test_nobody_is_woken_for_an_answer_in_one_piece(api: str) -> None:
+    async def run() -> tuple[float | None, bool]:
+        job = FakeJob([steps_of(TEXT)], report())
+        job.pace = 1.0
+        answering = Answering(Prepared(Request((1,)), "", "open", TOOLS), job)  # type: ignore[arg-type]
+        if api == "openai":
+            assert (await answering.whole()).tool_calls
+        elif api == "anthropic":
+            message = await anthropic.Message("m", answering, omitted=False).whole()
+            assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
+        else:
+            asked = parsed(ResponsesRequest, {"model": "m", "input": "Hi"})
+            service = SimpleNamespace(model_id="m")
+            document = await openai_responses.Reply(service, asked, answering).whole()  # type: ignore[arg-type]
+            assert [item["type"] for item in document["output"]] == ["reasoning", "message", "function_call"]
+        return job.pace, job.cancelled.is_set()
+
+    assert asyncio.run(run()) == (None, True)
 
 
 def test_a_client_that_leaves_the_queue_takes_its_job_along() -> None:

@@ -224,7 +224,7 @@ def test_streamed_uses_and_one_that_was_cut(tool_server: Live) -> None:
     one, other = stream(tool_server, **asked), post(tool_server, **asked)
     assert one["stop_reason"] == "max_tokens", "nano calls until it is stopped"
     kinds = [block["type"] for block in one["content"]]
-    assert kinds == ["tool_use"] * (len(kinds) - 1) + ["text"] and len(kinds) > 2, "what was begun is text"
+    assert kinds == ["tool_use"] * len(kinds) and len(kinds) > 1, "of a call that was begun nothing is told"
     same(one, other)
 
 
@@ -268,6 +268,7 @@ def test_uses_and_results() -> None:
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "toolu_1", "content": "one"},
             {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True},
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such city", "is_error": True},
             {"type": "text", "text": "And?"},
         ]},
     ])[1:] == [
@@ -276,9 +277,24 @@ def test_uses_and_results() -> None:
             {"id": "toolu_2", "type": "function", "function": {"name": "g", "arguments": {}}},
         ]},
         {"role": "tool", "tool_call_id": "toolu_1", "name": "f", "content": "one"},
-        {"role": "tool", "tool_call_id": "toolu_2", "name": "g", "content": "error"},
+        {"role": "tool", "tool_call_id": "toolu_2", "name": "g", "content": "Error"},
+        {"role": "tool", "tool_call_id": "toolu_1", "name": "f", "content": "Error: no such city"},
         {"role": "user", "content": "And?"},
     ]  # fmt: skip
+
+
+def test_strictness_is_passed_on() -> None:
+    def strict(**tool: Any) -> dict[str, Any]:
+        asked = {"model": "m", "messages": PARIS, "tools": [{**WEATHER, **tool}]}
+        return schema.function_tools(parsed(schema.CountRequest, asked).tools)[0]["function"]
+
+    assert strict(strict=True)["strict"] is True and strict(strict=False)["strict"] is False
+    assert "strict" not in strict()
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    content = {**GREEDY, "mcp_servers": [], "fallbacks": [], "container": None, "thread": None}
+    assert parsed(schema.MessagesRequest, schema.accepted(content)).max_tokens == 40
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -307,7 +323,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "f"}}, "tool"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "foo": {}}]}]},
+     "unknown parameter: 'messages[0].content[0].foo'"),
+    ({"messages": [*PARIS, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a"}]}]}, "reads no tool calls"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "bogus"}}}},
+     "invalid 'output_config.format': "),
+    ({"model": None}, "missing required parameter: 'model'"),
     ({"thinking": {"type": "enabled", "budget_tokens": 40}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"container": "c"}, "container"),
@@ -323,7 +345,8 @@ def test_what_cannot_be_done_is_refused_by_name(server: Live, content: dict[str,
     reply = server.post("/v1/messages", {**GREEDY, **content})
     assert reply.status == 400, reply.body
     body = reply.json()
-    assert body.keys() == {"type", "error"} and body["type"] == "error"
+    assert body.keys() == {"type", "error", "request_id"} and body["type"] == "error"
+    assert body["request_id"] == reply.headers["request-id"]
     assert body["error"]["type"] == "invalid_request_error" and word in body["error"]["message"]
 
 
@@ -331,6 +354,10 @@ def test_errors_as_the_client_raises_them(server: Live, anthropic_client: Anthro
     with pytest.raises(anthropic.NotFoundError) as missing:
         anthropic_client.messages.create(model="claude", max_tokens=5, messages=PARIS)
     assert missing.value.body["error"]["type"] == "not_found_error" and "'nano'" in str(missing.value)
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        anthropic_client.models.retrieve("claude")
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    assert missing.value.body["request_id"] == missing.value.request_id
     long = [{"role": "user", "content": "word " * 4000}]
     with pytest.raises(anthropic.BadRequestError) as overlong:
         anthropic_client.messages.create(model="nano", max_tokens=5, messages=long, stream=True)
@@ -365,7 +392,7 @@ def serve(answering: Any, send: Callable[[bytes], None]) -> None:
 
     async def run() -> None:
         frames = endpoint.Message("m", answering, omitted=False).frames()
-        response = sse.EventStream(answering, frames, endpoint._failure, endpoint._frames([endpoint.PING]))
+        response = sse.EventStream(answering, frames, endpoint._failure("req_1"), endpoint._frames([endpoint.PING]))
         await response({"type": "http"}, asyncio.Event().wait, write)  # type: ignore[arg-type]
 
     asyncio.run(run())
@@ -383,6 +410,7 @@ def test_a_fault_in_the_middle_ends_the_stream_with_an_error() -> None:
     names = [name for name, _ in found]
     assert names == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
     assert found[-1][1]["error"] == {"type": "api_error", "message": "the disk is gone"} and answering.closed
+    assert found[-1][1]["request_id"] == "req_1"
 
 
 def test_silence_is_filled_with_pings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,9 @@ def test_health_and_version(server: Live) -> None:
 
 def test_the_model_as_both_clients_read_it(server: Live) -> None:
     from anthropic import Anthropic
+    from anthropic.types import ModelInfo
     from openai import OpenAI
+    from openai.types import Model
 
     with OpenAI(base_url=server.base_url, api_key="none", max_retries=0) as client:
         (model,) = client.models.list().data
@@ -41,7 +43,11 @@ def test_the_model_as_both_clients_read_it(server: Live) -> None:
         (page,) = claude.models.list().data
         assert (page.id, page.type, page.display_name) == ("nano", "model", "nano")
         assert page.created_at.timestamp() == model.created
-    assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 2048
+    found = server.get("/v1/models").json()["data"][0]
+    assert found["max_model_len"] == 2048
+    info = ModelInfo.model_validate(found)
+    assert (info.lifecycle, info.max_input_tokens, info.max_tokens) == ("active", 2048, 2048)
+    assert Model.model_validate(found)
 
 
 @pytest.mark.parametrize("name", ["gpt-4o", "nano/", "org/nano", "NANO", "%6eanO"])
@@ -117,9 +123,23 @@ def test_what_is_no_http_is_refused_and_forgotten(server: Live, sent: bytes) -> 
             raw.sendall(sent)
         with suppress(ConnectionError):
             answer = b"".join(iter(lambda: raw.recv(65536), b""))  # fails if the connection stays
-            assert answer.startswith(b"HTTP/1.1 400")
+            head, _, said = answer.partition(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 400") and b"\r\nx-request-id: req_" in head
+            assert json.loads(said)["error"]["code"] == "invalid_http"
     assert server.get("/health").status == 200
     assert "Invalid HTTP" not in server.stderr(), "anybody could fill the log"
+
+
+def test_a_body_that_breaks_behind_its_refusal_ends_the_connection(server: Live) -> None:
+    head = b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=60)) as raw:
+        raw.sendall(head + b"5\r\nhello\r\n")
+        answer = raw.recv(65536)
+        raw.sendall(b"no chunk\r\n")
+        answer += b"".join(iter(lambda: raw.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 404") and answer.count(b"HTTP/1.1") == 1
+    assert server.get("/health").status == 200
+    assert "Traceback" not in server.stderr(), "anybody could fill the log"
 
 
 def test_a_server_with_a_key_a_name_and_pages(tmp_path: Path) -> None:
@@ -140,6 +160,11 @@ def test_a_server_with_a_key_a_name_and_pages(tmp_path: Path) -> None:
         assert preflight.status == 200 and preflight.headers["access-control-allow-origin"] == "https://ok.example"
         assert "authorization" in preflight.headers["access-control-allow-headers"]
         assert preflight.headers["x-request-id"]
+        for wrong, code in (({"origin": "https://evil.example"}, "origin_not_allowed"),
+                            ({"access-control-request-method": "DELETE"}, "cors_not_allowed")):  # fmt: skip
+            refused = server.request("OPTIONS", "/v1/completions", headers={**asked, **wrong})
+            assert refused.status == 403 and refused.json()["error"]["code"] == code and refused.headers["x-request-id"]
+            assert "access-control-allow-origin" not in refused.headers
         refused = server.post("/v1/completions", SHORT, page)
         assert refused.status == 401 and refused.headers["access-control-allow-origin"] == "https://ok.example"
         foreign = server.request("GET", "/v1/models", headers={**key, "origin": "https://evil.example"})
@@ -148,8 +173,8 @@ def test_a_server_with_a_key_a_name_and_pages(tmp_path: Path) -> None:
 
 def test_closed_by_default(server: Live) -> None:
     assert "access-control-allow-origin" not in server.get("/health").headers
-    assert server.get("/health", origin="https://evil.example").status == 403
-    assert server.get("/health", host="evil.example").status == 403
+    assert server.get("/v1/models", origin="https://evil.example").status == 403
+    assert server.get("/v1/models", host="evil.example").status == 403
     assert "server" not in server.get("/health").headers
 
 

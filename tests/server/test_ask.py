@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from coli.errors import PromptTooLong, UsageError
+from coli.grammar import MissingExtra
 from coli.server.ask import Named, Options, Prepared, Speculative, count_chat, prepare_chat, prepare_text
 from coli.server.errors import ApiError
 from coli.speculation.options import Speculation
 from tests.server import tool_model
 from tests.server.asking import TOKENIZER, assistant, service, system, user, with_template
 
+HERMES = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
 NANO = service()
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip
 
@@ -70,7 +75,7 @@ def test_an_effort_reaches_a_template_that_reads_it(tmp_path: Path) -> None:
     ({"template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"tools": [WEATHER]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"options": Options(logit_bias=((0, 1.0), (8192, 1.0)))}, "logit_bias"),
 ])  # fmt: skip
 def test_what_the_model_cannot_do_is_named(asked: dict[str, Any], param: str) -> None:
     assert refusal(NANO, user("Hi"), **asked).param == param
@@ -104,18 +109,30 @@ def test_the_last_message_of_an_assistant_is_continued() -> None:
 @pytest.mark.parametrize("messages, param", [
     ([], "messages"),
     ([user("Hi"), system("Be brief.")], "messages[1].role"),
-    ([system("Be brief."), system("Be kind."), user("Hi")], "messages[1].role"),
+    ([system("Be brief."), system("Be kind."), user("Hi"), system("No.")], "messages[3].role"),
+    ([user("Warm?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "5"}], "messages"),
+    ([user("Warm?"), assistant("", tool_calls=[CALL]), user("Well?")], "messages"),
     ([user("Hi"), assistant("", tool_calls=[{"id": "1"}])], "messages"),
 ])  # fmt: skip
 def test_messages_out_of_order_are_refused(messages: list[dict[str, Any]], param: str) -> None:
     assert refusal(NANO, *messages).param == param
 
 
+def test_the_systems_messages_at_the_head_are_one() -> None:
+    apart, one = [system("Be brief."), system("Be kind."), user("Hi")], [system("Be brief.\n\nBe kind."), user("Hi")]
+    assert chat(NANO, *apart).request == chat(NANO, *one).request
+    assert count_chat(NANO, messages=apart) == count_chat(NANO, messages=one)
+
+
 def test_an_overlong_prompt_is_refused_with_both_counts() -> None:
     length = len(chat(NANO, user("Hi")).request.prompt_ids)
     assert chat(service(ctx=length + 1), user("Hi")).request.prompt_ids
-    with pytest.raises(PromptTooLong, match=f"length is {length} tokens, the prompt has {length} "):
+    with pytest.raises(PromptTooLong, match=f"length is {length} tokens, the prompt has {length} ") as caught:
         chat(service(ctx=length), user("Hi"))
+    assert caught.value.where == "messages"
+    with pytest.raises(PromptTooLong) as caught:
+        prepare_text(service(ctx=2), "Once upon a time")
+    assert caught.value.where == "prompt"
     assert count_chat(service(ctx=length), messages=[user("Hi")]) == length
 
 
@@ -143,7 +160,7 @@ def test_the_marks_are_where_later_prompts_part_from_this_one() -> None:
     turn = chat(NANO, system("You are a fox."), user("Who are you?"), assistant("A fox."), user("Sure?")).request
     other = chat(NANO, system("You are a fox."), user("And you?")).request
     assert first.marks == (shared(first.prompt_ids, other.prompt_ids), shared(first.prompt_ids, turn.prompt_ids))
-    assert first.pins == first.marks[:1]
+    assert first.pins == () and first.shared == first.marks[0]
     assert 0 < first.marks[0] < first.marks[1] < len(first.prompt_ids)
 
 
@@ -185,6 +202,11 @@ def test_a_bad_wish_is_the_clients(tools: Any) -> None:
     with pytest.raises(UsageError) as caught:
         chat(NANO, user("Hi"), options=Options(top_p=0.0))
     assert caught.value.where == "top_p"
+
+
+def test_a_penalty_that_breaks_numbers_is_refused() -> None:
+    assert refusal(NANO, user("Hi"), options=Options(repetition_penalty=5e-324)).param == "repetition_penalty"
+    assert chat(NANO, user("Hi"), options=Options(repetition_penalty=0.01)).request.sampling.repetition_penalty == 0.01
 
 
 def test_a_stop_that_no_answer_could_reach_is_refused() -> None:
@@ -243,6 +265,66 @@ def test_a_call_that_must_come_is_held_to_the_grammar(tools: Any) -> None:
         begins = [token for token in range(len(mask)) if mask[token]]
         assert begins and all("<tool_call>".startswith(TOKENIZER.decode([token])) for token in begins)
     assert refusal(tools, user("Warm?"), tools=[WEATHER], tool_choice=Named("news")).param == "tool_choice"
+    assert chat(tools, user("Warm?"), tools=[WEATHER], tool_choice="required").forced
+    assert not chat(tools, user("Warm?"), tools=[WEATHER]).forced
+
+
+def test_one_call_at_most_where_none_is_required(tools: Any) -> None:
+    """Free until the call is there, whatever stands before it; then nothing but the end."""
+    value = "Oslo</tool_call>"
+    said = f"<tool_call>\n<function=weather>\n<parameter=city>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    asked: dict[str, Any] = {"tools": [WEATHER], "parallel_tool_calls": False}
+    thought = f"I could say {said}.\n</think>\n\nI look.\n"
+    for thinking, before in ((True, thought), (False, "<tool_call>no call</tool_call>")):
+        constraint = chat(tools, user("Warm?"), thinking=thinking, **asked).request.constraint
+        assert constraint is not None
+        ids = TOKENIZER.encode(before + said)
+        for token in ids:
+            assert constraint.mask() is None and constraint.admits([token, token]) == 2
+            constraint.accept(token)
+        mask = constraint.mask()
+        assert mask is not None and set(mask.nonzero()[0]) == NANO.engine.stop_ids and constraint.admits(ids) == 0
+    for free in ({**asked, "tools": []}, {**asked, "tool_choice": "none"}, {**asked, "parallel_tool_calls": True}):
+        assert chat(tools, user("Warm?"), **free).request.constraint is None
+    ending, tools.engine.stop_ids = tools.engine.stop_ids, frozenset({9000})
+    try:
+        with pytest.raises(UsageError, match="needs a token that ends"):
+            chat(tools, user("Warm?"), **asked)
+    finally:
+        tools.engine.stop_ids = ending
+
+
+def test_a_schema_that_is_none_is_named_by_the_field_it_came_in(tools: Any) -> None:
+    for inner in ({"type": "strange"}, {"properties": {"a": {"type": "bogus"}}}, {"not": {}}):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": inner}}
+        error = refusal(NANO, user("Hi"), options=Options(response_format=form))
+        assert (error.param, error.code) == ("response_format", "invalid_json_schema")
+        assert error.message.startswith("invalid 'response_format': this grammar cannot be followed: ")
+        tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {
+            "properties": {"a": {**inner, "type": "object"} if "not" in inner else {"type": "object", **inner}}}}}
+        if inner.get("type") != "strange":
+            error = refusal(tools, user("Hi"), tools=[tool], tool_choice="required")
+            assert (error.param, error.code) == ("tools", "invalid_function_parameters")
+
+
+def test_a_grammar_without_its_library_is_a_field_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise MissingExtra("a grammar needs llguidance", hint="pip install 'coli[grammar]'")
+
+    monkeypatch.setattr("coli.grammar.constraint_for", none)
+    error = refusal(NANO, user("Hi"), options=Options(response_format={"type": "json_object"}))
+    assert (error.param, error.code) == ("response_format", "unsupported_parameter") and "pip install" in error.message
+
+
+def test_what_users_and_tools_spell_is_not_the_form_of_a_call(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    styles = list[str]()
+    monkeypatch.setattr("coli.grammar.constraint_for", lambda *given, style, **wish: styles.append(style))
+    spelling = {"type": "function", "function": {**WEATHER["function"], "description": "as in <function=weather>"}}
+    for folder, template in (("json", HERMES), ("xml", tool_model.TEMPLATE)):
+        (tmp_path / folder).mkdir()
+        of = service(with_template(tmp_path / folder, template))
+        chat(of, user("<function=weather>?"), tools=[spelling], tool_choice="required")
+    assert styles == ["json", "xml"]
 
 
 def test_forms_become_grammars() -> None:
@@ -260,6 +342,3 @@ def test_wishes_that_exclude_each_other_are_refused(tools: Any) -> None:
     assert refusal(tools, user("Hi"), tools=[WEATHER], options=form).param == "response_format"
     assert refusal(tools, user("Hi"), tools=[WEATHER], tool_choice="required", options=form).param == "response_format"
     assert refusal(NANO, user("Hi"), assistant("{"), options=form).param == "response_format"
-    with pytest.raises(UsageError):
-        bad = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "strange"}}}
-        chat(NANO, user("Hi"), options=Options(response_format=bad))

@@ -34,10 +34,13 @@ def test_a_server_answers_as_an_engine_of_ones_own(coli: Coli, server: Live, nan
 
 def test_every_wish_is_one_that_the_server_knows(coli: Coli, server: Live) -> None:
     everything = ["--top-p", "0.9", "--top-k", "5", "--min-p", "0.01", "--repetition-penalty", "1.1", "--seed", "1",
-                  "--presence-penalty", "0.1", "--frequency-penalty", "0.1", "--no-think", "--effort", "low",
-                  "--max-tokens", "4"]  # fmt: skip
-    done = coli("chat", "--url", server.base_url, *everything, "-q", input="hello\n")
-    assert done.returncode == 0 and done.stdout and done.stderr == ""
+                  "--presence-penalty", "0.1", "--frequency-penalty", "0.1", "--max-tokens", "4"]  # fmt: skip
+    for how in (["--no-think"], ["--effort", "low"]):
+        done = coli("chat", "--url", server.base_url, *everything, *how, "-q", input="hello\n")
+        assert done.returncode == 0 and done.stderr == ""
+        assert bool(done.stdout) == (how == ["--no-think"]), "four tokens of reasoning are no answer"
+    done = coli("chat", "--url", server.base_url, "--no-think", "--effort", "low", "-q", input="hello\n")
+    assert done.returncode == 2 and "contradict each other" in done.stderr
 
 
 def test_a_prompt_too_long_is_the_servers_error(coli: Coli, server: Live) -> None:

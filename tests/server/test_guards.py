@@ -125,25 +125,43 @@ def test_names_of_loopback_are_served(host: str) -> None:
 def test_other_names_are_not(host: str) -> None:
     answer = App().get("/v1/models", host=host)
     assert answer.status == 403 and answer.json()["error"]["code"] == "host_not_allowed"
-    assert App().get("/health", host=host).status == 403
+    hinted = "--allowed-host" in answer.json()["error"]["message"]
+    assert hinted == (host not in ("", "[")), "a hint that can be followed"
+    assert App().get("/health", host=host).status == App().get("/version", host=host).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "here", "status"),
+    [
+        ("192.168.1.5:8000", "192.168.1.5", 200), ("192.168.1.5", "::ffff:192.168.1.5", 200),
+        ("[fe80::1]:8000", "fe80::1%eth0", 200), ("[FE80:0::1]", "fe80::1", 200), ("192.168.1.6", "192.168.1.5", 403),
+        ("box.lan", "192.168.1.5", 403), ("192.168.1.5.evil.example", "192.168.1.5", 403), ("a", "/run/coli.sock", 403),
+    ],
+)  # fmt: skip
+def test_the_address_that_was_reached_is_no_rebound_name(host: str, here: str, status: int) -> None:
+    app = App(host="0.0.0.0", api_key="k")
+    headers = {"host": host, "x-api-key": "k"}
+    assert ask(app.app, "GET", "/v1/models", headers=headers, here=here).status == status
 
 
 def test_allowed_hosts() -> None:
     app = App(allowed_hosts=("Box.Example", "fe80::1"), host="10.0.0.1", api_key="k")
     for host in ("box.example:8000", "BOX.example", "10.0.0.1:8000", "[fe80::1]:80", "localhost"):
-        assert app.get("/health", host=host).status == 200
-    assert app.get("/health", host="other.example").status == 403
+        assert app.get("/v1/models", host=host, x_api_key="k").status == 200
+    assert app.get("/v1/models", host="other.example", x_api_key="k").status == 403
     assert App(allowed_hosts=("*",)).get("/v1/models", host="anything.example").status == 200
 
 
 def test_pages_of_other_sites_are_turned_away() -> None:
     app = App(cors_origins=("https://ok.example",))
     assert app.get("/v1/models", origin="https://evil.example").status == 403
-    assert app.get("/v1/models", origin="null").status == 403
+    sandboxed = app.get("/v1/models", origin="null")
+    assert sandboxed.status == 403 and "--cors-origin '*'" in sandboxed.json()["error"]["message"]
     assert app.get("/v1/models", origin="http://localhost:3000", host="localhost:8000").status == 403
     assert app.get("/v1/models", origin="http://localhost:8000", host="localhost:8000").status == 200
     assert app.get("/v1/models", origin="https://ok.example").status == 200
-    assert App(cors_origins=("*",)).get("/v1/models", origin="https://any.example").status == 200
+    for origin in ("https://any.example", "null"):
+        assert App(cors_origins=("*",)).get("/v1/models", origin=origin).status == 200
 
 
 @pytest.mark.parametrize("headers", [{"authorization": f"Bearer {KEY}"}, {"authorization": f"bearer  {KEY}"},
@@ -162,6 +180,9 @@ def test_no_key_no_entry(headers: dict[str, str], path: str) -> None:
     error = answer.json()
     assert error["error"]["type"] == "authentication_error" if path == "/v1/messages" else (
         error["error"]["code"] == "invalid_api_key")  # fmt: skip
+    claude = ask(App(api_key=KEY).app, "POST", path, headers={**headers, "anthropic-version": "2023-06-01"})
+    assert claude.status == 401 and claude.json()["error"]["type"] == "authentication_error"
+    assert claude.json()["request_id"] == claude.headers["request-id"]
 
 
 def test_probes_need_no_key_and_no_model() -> None:
@@ -221,6 +242,7 @@ def test_a_client_that_leaves_while_writing_gets_nothing() -> None:
     [
         (b"", "Expecting value"), (b"{", "Expecting"), (b"[]", "must be an object"), (b"null", "must be an object"),
         (b'{"a": NaN}', "NaN is no number"), (b'{"a": -Infinity}', "-Infinity is no number"),
+        (b'{"a": [1e999]}', "1e999 is too large"), (b'{"a": -1' + b"0" * 400 + b".0}", "is too large"),
         (b'{"a": "\xff"}', "byte 7 is no UTF-8"), (b'{"a": "\\ud83d"}', "surrogate"),
         (b'{"\\udc00": 1}', "surrogate"), (b'{"a":' + b"[" * 100000, "nested too deeply"),
         (b'{"a":' + b"9" * 5000 + b"}", "limit"), (b'\xef\xbb\xbf{"a": 1}', "BOM"), (b"a=1&b=2", "Expecting value"),

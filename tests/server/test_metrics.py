@@ -62,14 +62,24 @@ def engine(nano: Path) -> Iterator[Engine]:
         yield engine
 
 
+class Latest(Observer):
+    """When each job's latest token came."""
+
+    def __init__(self) -> None:
+        self.at: dict[Job, float] = {}
+
+    def token(self, job: Job, now: float) -> None:
+        self.at[job] = now
+
+
 class Served:
     """A scheduler on an engine with everything that listens to it."""
 
     def __init__(self, engine: Engine, **options: Any) -> None:
         self.engine, self.said = engine, list[str]()
-        self.metrics, self.profile = Metrics(engine), Profile()
+        self.metrics, self.profile, self.latest = Metrics(engine), Profile(), Latest()
         self.scheduler = Scheduler(
-            engine, observe=Observers(self.metrics, self.profile, TurnLines(self.said.append)), **options
+            engine, observe=Observers(self.metrics, self.profile, self.latest, TurnLines(self.said.append)), **options
         )
 
     def scrape(self) -> Scrape:
@@ -172,6 +182,17 @@ def test_drafts_are_the_sum_of_what_the_turns_report(engine):
             assert seen("spec_accepted_by_position_total", source=source, position=str(place + 1)) == hits
 
 
+def test_a_prompt_was_read_though_a_stop_string_left_nothing_of_its_answer(engine):
+    served = Served(engine)
+    whole, nothing = (ask(engine, "Say hello.", stop=stop) for stop in ((), tuple("abcdefghijklmnopqrstuvwxyzHIWN")))
+    jobs = served.run(whole, nothing)
+    assert [job.report.completion_tokens > 0 for job in jobs if job.report is not None] == [True, False]
+    seen = served.scrape()
+    assert seen("prompt_tokens_total") == seen("prefix_cache_queries_total") == 2 * len(whole.prompt_ids)
+    assert seen("prefix_cache_hits_total") == len(whole.prompt_ids)
+    assert broken(seen) == []
+
+
 def test_what_the_gate_declined_and_probed_is_counted_when_a_turn_ends(engine):
     served = Served(engine)
     for _ in range(2):
@@ -200,7 +221,7 @@ def test_times_are_those_of_the_jobs(engine):
     first = [job.first_at - job.queued_at for job in jobs if job.first_at is not None]
     assert seen("time_to_first_token_seconds_count") == len(first)
     assert seen("time_to_first_token_seconds_sum") == pytest.approx(sum(first))
-    between = [job.last_at - job.first_at for job in jobs if job.first_at is not None]
+    between = [served.latest.at[job] - job.first_at for job in jobs if job.first_at is not None]
     assert seen("inter_token_latency_seconds_sum") == pytest.approx(sum(between))
     assert seen("e2e_request_latency_seconds_sum") == pytest.approx(sum(job.ended_at - job.queued_at for job in jobs))
     assert seen("request_queue_time_seconds_sum") == pytest.approx(sum(job.started_at - job.queued_at for job in jobs))

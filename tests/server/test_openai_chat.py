@@ -17,6 +17,11 @@ from tests.server.live import Live
 
 STORY = [user("Tell me a short story about a fox.")]
 GREEDY: dict[str, Any] = {"model": "nano", "messages": STORY, "temperature": 0.0, "max_tokens": 24}
+CALLED: Any = [
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "5"},
+]  # fmt: skip
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string", "enum": ["Oslo"]}, "days": {"type": "integer"}},
     "required": ["city"], "additionalProperties": False}}}  # fmt: skip
@@ -112,6 +117,12 @@ def test_a_stream_frame_by_frame(server: Live) -> None:
     for name in ("id", "created", "model", "system_fingerprint", "object"):
         assert len({chunk[name] for chunk in chunks}) == 1
     assert first["object"] == "chat.completion.chunk"
+
+
+def test_the_facts_have_the_same_keys_with_drafts_and_without(server: Live) -> None:
+    drafted, plain = (frames(server, stream_options={"include_coli": True}, speculative=wish)[-1]["coli"]
+                      for wish in (True, False))  # fmt: skip
+    assert drafted.keys() == plain.keys() and (drafted["speculation"], plain["speculation"]) == (True, False)
 
 
 def test_what_was_not_asked_for_is_not_there(server: Live) -> None:
@@ -241,12 +252,21 @@ def test_refusals_are_openais_errors(openai_client: OpenAI) -> None:
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     for fields, param in (({"n": 2}, "n"), ({"tools": [WEATHER]}, "tools"), ({"top_p": 0.0}, "top_p"),
                           ({"logit_bias": {"9000": 1}}, "logit_bias"), ({"temperature": 1e9}, "temperature"),
+                          ({"messages": [user(" a" * 2048)]}, "messages"),
+                          ({"messages": [*STORY, *CALLED]}, "messages"),
                           ({"response_format": {"type": "json_schema", "json_schema": {
-                              "name": "x", "schema": {"type": "strange"}}}}, None)):  # fmt: skip
+                              "name": "x", "schema": {"type": "strange"}}}}, "response_format")):  # fmt: skip
         for streamed in (False, True):
             with pytest.raises(openai.BadRequestError) as caught:
                 ask(openai_client, stream=streamed, **fields)
-            assert caught.value.type == "invalid_request_error" and (param is None or caught.value.param == param)
+            assert caught.value.type == "invalid_request_error" and caught.value.param == param and caught.value.code
+
+
+def test_a_refusal_before_the_queue_is_no_turn(server: Live) -> None:
+    before = server.get("/profile").json()["turns"]
+    reply = server.post("/v1/chat/completions", {**GREEDY, "logit_bias": {"8192": 1}})
+    assert reply.status == 400 and reply.json()["error"]["param"] == "logit_bias"
+    assert server.get("/profile").json()["turns"] == before
 
 
 # ---- forms and tools -------------------------------------------------------------------------------------------------
@@ -318,3 +338,11 @@ def test_a_stream_of_a_call_is_one_delta(tool_client: OpenAI) -> None:
     calls = [call for chunk in chunks if chunk.choices for call in chunk.choices[0].delta.tool_calls or []]
     assert [(call.index, call.type) for call in calls] == [(0, "function")] and (calls[0].id or "").startswith("call_")
     assert chunks[0].choices[0].delta.role == "assistant"
+
+
+def test_a_required_call_that_was_cut_is_not_told(tool_client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "nano-tools", "messages": [user("Warm?")], "tools": [WEATHER], "max_tokens": 6,
+                             "tool_choice": "required"}  # fmt: skip
+    told = whole(ask(tool_client, **asked))
+    assert (told["content"], told["calls"], told["finish_reason"]) == ("", [], "length") and told["usage"][1] == 6
+    assert joined(stream(tool_client, **asked)) == told

@@ -15,6 +15,7 @@ from coli.server.openai_schema import ChatRequest, CompletionRequest
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "default": None}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -48,16 +49,38 @@ def test_what_is_not_done_is_refused_by_name(field: str, value: Any) -> None:
 
 
 def test_values_that_ask_for_nothing_are_taken() -> None:
-    chat(n=1, store=False, modalities=["text"], verbosity="medium", functions=None, user="u", metadata={"a": "b"},
+    chat(n=1, store=False, modalities=["text"], verbosity="medium", user="u", metadata={"a": "b"},
          service_tier="auto", safety_identifier="s", prompt_cache_key="k", stop=None, tools=None, logprobs=None,
-         stream=False, max_tokens=None, function_call="none")  # fmt: skip
+         stream=False, max_tokens=None, function_call="none", functions=[], audio=[],
+         temperature=2)  # fmt: skip
+
+
+def test_one_wish_may_be_said_twice() -> None:
+    chat(enable_thinking=True, chat_template_kwargs={"enable_thinking": True}, reasoning_effort="low")
+    chat(enable_thinking=False, chat_template_kwargs={"enable_thinking": None, "x": 1}, reasoning_effort="none")
+    assert chat(prediction={"type": "content", "content": "a"}, speculative=False).options().prediction == "a"
 
 
 @pytest.mark.parametrize("fields, param", [
     ({"colour": 1}, "colour"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
+    ({"model": None}, "model"),
     ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+     "chat_template_kwargs.enable_thinking"),
+    ({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}},
+     "chat_template_kwargs.reasoning_effort"),
+    ({"reasoning_effort": "high", "enable_thinking": False}, "reasoning_effort"),
+    ({"reasoning_effort": "none", "enable_thinking": True}, "reasoning_effort"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "reasoning_effort"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c1", "content": "5"}]}, "messages[0].tool_call_id"),
+    ({"messages": [CALLING, {"role": "tool", "tool_call_id": "c2", "content": "5"}]}, "messages[1].tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c1", "content": "5"}, CALLING]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
+     "messages[0].content[0].cache_control"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ["a", ""]}, "stop[1]"),
     ({"stop": ""}, "stop[0]"),
@@ -124,7 +147,7 @@ def test_messages_become_the_templates() -> None:
         {"role": "user", "content": "Warm?"},
         {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [
             {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
-        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+        {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "weather"},
         {"role": "assistant", "content": "No."},
     ]  # fmt: skip
 
@@ -156,7 +179,7 @@ def test_several_prompts_and_none_are_refused(prompt: Any) -> None:
 @pytest.mark.parametrize("fields, param", [
     ({"best_of": 2}, "best_of"), ({"suffix": "end"}, "suffix"), ({"n": 3}, "n"), ({"logprobs": 6}, "logprobs"),
     ({"echo": True, "logprobs": 1}, "logprobs"), ({"messages": MESSAGES}, "messages"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"), ({"temperature": 3}, "temperature"), ({"model": None}, "model"),
 ])  # fmt: skip
 def test_a_mistake_of_a_completion_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:

@@ -208,8 +208,8 @@ def test_streamed_calls_and_one_that_was_cut(tool_server: Live) -> None:
     asked = {"model": "nano-tools", "max_output_tokens": 130, "tools": [WEATHER], "tool_choice": "required"}
     one, other = stream(tool_server, **asked), post(tool_server, **asked)
     kinds = [item["type"] for item in one["output"]]
-    assert kinds == ["function_call"] * (len(kinds) - 1) + ["message"] and len(kinds) > 2
-    assert one["status"] == one["output"][-1]["status"] == "incomplete"
+    assert kinds == ["function_call"] * len(kinds) and len(kinds) > 1, "of a call that was begun nothing is told"
+    assert one["status"] == "incomplete"
     same(one, other)
 
 
@@ -267,6 +267,11 @@ def test_the_items_of_an_answer_are_one_message() -> None:
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "a"}
+UNSUPPORTED = [{"truncation": "auto"}, {"text": {"verbosity": "low"}}, {"reasoning": {"summary": "detailed"}},
+               {"reasoning": {"generate_summary": "concise"}}, {"prompt_cache_retention": "24h"}, {"store": True},
+               {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}]  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
@@ -293,8 +298,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"input": [{"content": "a"}]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": "a"}, CALL, OUTPUT]}, "input"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "bogus"}}}}, "text.format"),
+    ({"text": {"format": {"type": "text", "text": 5}}}, "text.format.text"),
+    ({"input": "word " * 4000}, "input"),
+    ({"model": None}, "model"),
     ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     ({"stream_options": {"include_coli": True}}, "stream_options"),
@@ -310,6 +319,30 @@ def test_what_cannot_be_done_is_refused_by_name(server: Live, content: dict[str,
     error = reply.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert error["param"] == param and error["message"]
+
+
+@pytest.mark.parametrize("content", UNSUPPORTED, ids=str)
+def test_what_is_not_done_is_refused_in_one_way(content: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        schema.accepted({**GREEDY, **content})
+    ((name, inner),) = content.items()
+    param = name if not isinstance(inner, dict) or name == "tool_choice" else f"{name}.{next(iter(inner))}"
+    assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
+    assert caught.value.message.startswith(f"'{param}' is not supported: ")
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    nothing = {"previous_response_id": None, "context_management": [], "access_programs": [], "store": False,
+               "background": False, "truncation": "disabled", "prompt_cache_retention": "in_memory",
+               "reasoning": {"summary": "auto"}, "text": {"verbosity": "medium"}}  # fmt: skip
+    asked = parsed(schema.ResponsesRequest, schema.accepted({**GREEDY, **nothing}))
+    assert asked.reasoning is not None and asked.reasoning.summary == "auto"
+
+
+def test_strictness_is_passed_on() -> None:
+    tools = [{**WEATHER, "strict": strict} for strict in (True, False, None)]
+    asked = parsed(schema.ResponsesRequest, {**GREEDY, "tools": tools})
+    assert [one["function"].get("strict") for one in schema.function_tools(asked.tools)] == [True, False, None]
 
 
 def test_errors_as_the_client_raises_them(openai_client: OpenAI) -> None:

@@ -68,7 +68,7 @@ def test_a_turn_from_queue_to_report(world: World) -> None:
 
     job = run(main)
     assert job.report.finish_reason == "stop" and job.error is None and job.slot == 0
-    moments = [job.queued_at, job.started_at, job.first_at, job.last_at, job.ended_at]
+    moments = [job.queued_at, job.started_at, job.first_at, job.ended_at]
     assert moments == sorted(moments)
     assert world.recorder.told == {"a": ["queued", "started", *["token"] * 4, "ended"]}
     assert world.recorder.threads == {"coli-engine"}

@@ -151,6 +151,19 @@ def test_the_budget_binds_and_pins_go_last(engines):
     assert len(session.prefixes.kept) <= 1
 
 
+def test_what_others_begin_with_stays_longer_than_the_rest_and_shorter_than_pins(engines):
+    engine, never = engines["f32"], frozenset({-1})
+    session = Session(engine, checkpoints=2, pins=1)
+    list(session.steps(Request(tuple(range(12)), 3, stop_ids=never, marks=(3, 6), pins=(6,), shared=3)))
+    for n in range(5):
+        prompt = (*range(6), *range(20 + n, 30 + n))
+        list(session.steps(Request(prompt, 3, stop_ids=never)))
+        assert session.reusable(range(4)) == 3 and session.reusable(range(7)) == 6
+    session.prefixes.budget //= 3
+    list(session.steps(Request((*range(6), 50, 51), 3, stop_ids=never)))
+    assert session.reusable(range(4)) == 0 and session.reusable(range(7)) == 6
+
+
 def test_no_checkpoints_no_memory(engines):
     session = Session(engines["f32"])
     list(session.steps(Request((1, 2, 3), 3, marks=(1,), pins=(3,))))

@@ -41,6 +41,12 @@ def report(**changes: Any) -> SpeculationReport:
     return SpeculationReport(**{**whole, **changes})
 
 
+def test_a_gate_is_read_back_from_what_was_told() -> None:
+    for gate in (GATE, replace(GATE, t1_s=None, rows=())):
+        told = json.loads(json.dumps(gate.to_json()))
+        assert GateReport.of({"on": True, **told}).line() == gate.line()
+
+
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 

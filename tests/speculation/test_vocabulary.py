@@ -368,3 +368,33 @@ def test_the_experts_history_is_never_used_for_tokens(tmp_path: Path) -> None:
     ):
         path, why = vocab_file(tmp_path, settings_)
         assert path is None and "COLI_USAGE" in why and "\n" not in why
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["begin", "read", "picked"]),
+                          st.lists(st.integers(0, 39), min_size=1, max_size=6)), max_size=40))  # fmt: skip
+def test_sequences_that_take_turns_share_the_counts_alone(moves):
+    """Each finds its own conversation on the list and its own picks in the report, whoever came between."""
+    shared = Vocabulary(40, 5)
+    seats, said, picks = [shared.seat() for _ in range(3)], [set(), set(), set()], [0, 0, 0]
+    total = np.zeros(40)
+    for which, move, tokens in moves:
+        shared.sit(seats[which])
+        if move == "begin":
+            shared.begin(tokens)
+            said[which] = set(tokens)
+        elif move == "read":
+            shared.read(tokens)
+            np.add.at(total, tokens, 1)
+            said[which] |= set(tokens)
+        else:
+            shared.picked(tokens[0])
+            total[tokens[0]] += 1
+            said[which].add(tokens[0])
+            picks[which] += 1
+        assert said[which] <= set(listed(shared)) and len(set(listed(shared))) == shared.count >= 5
+    for which in range(3):
+        shared.sit(seats[which])
+        assert said[which] <= set(listed(shared)) and shared.turn_report().picks == picks[which]
+    shared.begin([])
+    best = sorted(range(40), key=lambda token: (-total[token], token))[:5]
+    assert set(best) <= set(listed(shared))

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import pytest
 
-from coli.answer import AnswerRouter, Delta
+from coli.answer import AnswerRouter, Delta, quiet
 from coli.chat import ChatTemplate, Reasoning, reasoning_state
 from coli.models.find import NANO
 from coli.stream import TextStream
@@ -179,3 +179,33 @@ def test_nanos_own_template_comes_apart_again(thinking: bool) -> None:
     text = whole.removeprefix(prompt).removesuffix("<|im_end|>\n")
     expected = [("reasoning", "Think\nhard.")] * thinking + [("content", " So.\n")]
     assert joined(routed(text, reasoning_state(prompt), TOOLS)) == expected
+
+
+def stopped(pieces: list[bytes], stop: str, start: str, tools: bool) -> tuple[str, bool]:
+    stream = TextStream(Pieces(pieces), [stop], quiet(start, tools))
+    return "".join([*(stream.push(i) for i in range(len(pieces))), stream.flush()]), stream.stopped
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "stop", "left"),
+    [
+        ("open", "so\n\nhm\n</think>\n\none\n\ntwo", "\n\n", "so\n\nhm\n</think>\n\none"),
+        ("open", "hm</think>\n\n\none", "\n", "hm</think>\n\n"),  # two belong to the tag, the third is the answer's
+        ("none", "\n<think>a b</think>c b", "b", "\n<think>a b</think>c "),
+        ("none", "x <think>a b</think>c", "b", "x <think>a "),  # a late tag is text
+        ("closed", "<think>a b", "b", "<think>a "),
+        ("closed", "a\n<tool_call>\nb</tool_call>\n\nb", "b", "a\n<tool_call>\nb</tool_call>\n\n"),
+        ("closed", "a<tool_b", "b", "a<tool_"),
+        ("closed", "<tool_<tool_call>b</tool_call>b", "b", "<tool_<tool_call>b</tool_call>"),
+        ("open", "never closed b", "b", "never closed b"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_a_stop_counts_in_what_the_client_reads(start: str, text: str, stop: str, left: str, size: int) -> None:
+    raw = text.encode()
+    pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
+    assert stopped(pieces, stop, start, True) == (left, left != text)
+
+
+def test_without_tools_a_stop_counts_in_a_call() -> None:
+    assert stopped([b"<tool_call>b"], "b", "closed", False) == ("<tool_call>", True)

@@ -82,9 +82,9 @@ def test_a_rendered_call_is_read_back(tmp_path: Path, source: str) -> None:
         body = text.removeprefix("<tool_call>").removesuffix("</tool_call>")
         assert body != text and begins(body.lstrip()) and complete(body)
         assert read(body) == ("edit", given)
-        assert call_style(text) == ("xml" if source == XML else "json")
 
     check()
+    assert call_style(chat.source) == ("xml" if source == XML else "json")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,8 @@ def test_a_rendered_call_is_read_back(tmp_path: Path, source: str) -> None:
         ({"type": "number"}, "5", 5),
         ({"type": "number"}, "1e3", 1000.0),
         ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "number"}, "-1e999", "-1e999"),
+        ({}, "[1e999]", "[1e999]"),
         ({"type": "number"}, "Infinity", "Infinity"),
         ({"type": "boolean"}, "true", True),
         ({"type": "boolean"}, "True", True),
@@ -225,6 +227,23 @@ def test_what_is_no_schema_says_nothing(schema: Any) -> None:
 def test_references_in_circles_are_read_once() -> None:
     wide = {"anyOf": [{"$ref": f"#/$defs/{i}"} for i in range(30)] + [{"type": "null"}]}
     assert types(wide, {"$defs": {str(i): wide for i in range(30)}}) == {"null"}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["string", "#/x", "#"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+        ["x", "type", "properties", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "additionalProperties"]
+    ), inner, max_size=4), max_leaves=12,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(json_values, st.sampled_from(["5", "null", "1e999", "text", '{"x": [true]}']))
+def test_whatever_a_tool_says_of_its_parameters_a_call_is_read(parameters: Any, value: str) -> None:
+    schemas = functions([{"name": "f", "parameters": parameters}])
+    for body in (f"<function=f><parameter=x>{value}</parameter></function>", '{"name": "f", "arguments": {"x": 5}}'):
+        call = read(body, schemas)
+        assert call is not None and call[0] == "f" and "x" in call[1]
 
 
 def test_a_tool_without_usable_parameters_takes_text() -> None:

@@ -1,13 +1,15 @@
-"""Where two prompts part (coli/server/marks.py), against encoding both of them whole."""
+"""Where two prompts part (coli/marks.py), against encoding both of them whole."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coli.server.marks import parting
-from tests.server.asking import TOKENIZER
+from coli.marks import parting
+from coli.models.find import NANO
+from coli.tokenizer import Tokenizer
 
+TOKENIZER = Tokenizer.load(NANO)
 TURNS = st.lists(st.text("ab \n.é\U0001f98a<think>", max_size=12), min_size=1, max_size=6)
 
 

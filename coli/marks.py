@@ -9,7 +9,7 @@ looking how far the texts agree:
 
 Control tokens split a text before it is encoded, so ids agree up to the last one in front of the difference; only what
 stands behind it is encoded again. A mark is a wish: a wrong one costs a checkpoint and changes no answer.
-Guarded by tests/server/test_marks.py.
+Guarded by tests/text/test_marks.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coli.chat import CONTROL, Message
+from coli.errors import ColiError
 
 Encode = Callable[[str], list[int]]
 Render = Callable[[Sequence[Message]], str]
@@ -39,6 +40,22 @@ def history_probe(messages: Sequence[Message]) -> list[Message]:
     else:
         said = [*messages, {"role": "assistant", "content": PROBE}]
     return [*said, {"role": "user", "content": PROBE}]
+
+
+def mark(encode: Encode, ids: Sequence[int], prompt: str, render: Render, probe: Sequence[Message],
+         refusals: type[Exception] | tuple[type[Exception], ...] = ColiError) -> int:  # fmt: skip
+    """Where the prompts of `probe` part from `prompt`; 0 where that is its end, or where `render` raises one of the
+    `refusals`: a template need not take messages that nobody sent."""
+    try:
+        length = parting(encode, ids, prompt, render(probe))
+    except refusals:
+        return 0
+    return length if length < len(ids) else 0
+
+
+def lengths(*marks: int) -> tuple[int, ...]:
+    """Those that are there, in order, each once."""
+    return tuple(sorted({*marks} - {0}))
 
 
 def parting(encode: Encode, ids: Sequence[int], text: str, other: str) -> int:
