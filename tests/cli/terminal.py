@@ -19,7 +19,12 @@ pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "t
 
 ROWS, COLUMNS, WHERE_S = 24, 100, b"\x1b[6n"  # the last is what asks for the cursor's place
 # makes the terminal the program's own, so that Ctrl-C is its signal; no preexec_fn, for tests have threads
-_OWN = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+_OWN = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background may have been told to ignore it
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[=>()].?)")
 
 
