@@ -21,11 +21,12 @@ the calls comes out (tests/text/test_answer.py: 1,000 random byte streams in ran
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from coli import tools as calls
 from coli.chat import Reasoning
-from coli.stream import Passage
+from coli.stream import Span
 from coli.tools import ToolCall
 
 Kind = Literal["reasoning", "content", "tool_call"]
@@ -41,11 +42,15 @@ class Delta(NamedTuple):
     call: ToolCall | None = None
 
 
-def quiet(start: Reasoning, tools: bool) -> tuple[Passage, ...]:
-    """Where a stop string is no end of such an answer: its reasoning and its calls, with the newlines that belong to
-    them."""
-    reasoning = () if start == "closed" else (Passage(THINK, END_THINK, 2, start == "open", start == "none"),)
-    return reasoning + ((Passage(calls.OPEN, calls.CLOSE, _ANY),) if tools else ())
+@dataclass(frozen=True)
+class Form:
+    """What an answer is made of: where it begins, and the tools whose calls are none of its text."""
+
+    start: Reasoning
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def router(self) -> AnswerRouter:
+        return AnswerRouter(self.start, self.tools)
 
 
 class AnswerRouter:
@@ -59,7 +64,9 @@ class AnswerRouter:
         self._skip = 0  # newlines to drop before anything else
         self._call: list[str] = []  # pieces after <tool_call>
         self._before = ""  # newlines in front of it
+        self._at = self._call_at = 0  # the character that self._text, and those newlines, begin with
         self._deltas: list[Delta] = []
+        self._spans: list[Span] = []  # of the latest push
 
     @property
     def in_reasoning(self) -> bool:
@@ -74,13 +81,26 @@ class AnswerRouter:
         """The end of the answer: what was held back. A second call gives nothing."""
         return self._run("", True)
 
+    def follow(self, text: str, end: bool = False) -> tuple[list[Span], int]:
+        """`push`, and at the end `flush`, for who cuts the text as it came (coli/stream.py): what became known, and the
+        first character that is not."""
+        self._spans = []
+        self._run(text, False)
+        if end:
+            self._run("", True)
+        return self._spans, self._call_at if self._read in (self._opened, self._in_call) else self._at
+
+    def _drop(self, count: int) -> None:
+        self._text, self._at = self._text[count:], self._at + count
+
     def _run(self, text: str, final: bool) -> list[Delta]:
         self._text += text
         while self._text or final:
             if self._skip and self._text:
                 rest = self._text.lstrip("\n")
                 dropped = min(self._skip, len(self._text) - len(rest))
-                self._text, self._skip = self._text[dropped:], self._skip - dropped if not rest else 0
+                self._drop(dropped)
+                self._skip = self._skip - dropped if not rest else 0
                 continue
             if not self._read(final):
                 break
@@ -92,7 +112,8 @@ class AnswerRouter:
     def _start(self, final: bool) -> bool:
         text = self._text.lstrip()
         if text.startswith(THINK):
-            self._text, self._skip, self._read = text[len(THINK) :], 1, self._reasoning
+            self._drop(len(self._text) - len(text) + len(THINK))
+            self._skip, self._read = 1, self._reasoning
             return True
         if not final and THINK.startswith(text):
             return False
@@ -103,7 +124,8 @@ class AnswerRouter:
         end = self._text.find(END_THINK)
         if end >= 0:
             self._give("reasoning", self._text[:end].removesuffix("\n"))
-            self._text, self._skip, self._read = self._text[end + len(END_THINK) :], 2, self._content
+            self._drop(end + len(END_THINK))
+            self._skip, self._read = 2, self._content
             return True
         held = 0 if final else max(_overlap(self._text, tag) for tag in (END_THINK, "\n" + END_THINK))
         self._give_all_but("reasoning", held)
@@ -114,8 +136,9 @@ class AnswerRouter:
         if start >= 0:
             text = self._text[:start].rstrip("\n")
             self._give("content", text)
-            self._before, self._call = self._text[len(text) : start], []
-            self._text, self._read = self._text[start + len(calls.OPEN) :], self._opened
+            self._before, self._call, self._call_at = self._text[len(text) : start], [], self._at + len(text)
+            self._drop(start + len(calls.OPEN))
+            self._read = self._opened
             return True
         held = 0
         if self._schemas and not final:
@@ -139,36 +162,44 @@ class AnswerRouter:
         if end < 0 and not final:
             edge = max(0, len(self._text) - len(calls.CLOSE) + 1)
             self._call.append(self._text[:edge])  # joined once, at the end: a call may hold a whole file
-            self._text = self._text[edge:]
+            self._drop(edge)
             return False
         body = "".join(self._call) + (self._text if end < 0 else self._text[:end])
         if end < 0:
             return self._no_call(body)
         rest = self._text[end + len(calls.CLOSE) :]
         if not calls.complete(body):  # the tag is part of a value
-            self._call, self._text = [body, calls.CLOSE], rest
+            self._call = [body, calls.CLOSE]
+            self._drop(len(self._text) - len(rest))
             return True
         call = calls.parse(body, self._schemas)
         if call is None:
             return self._no_call(body + calls.CLOSE + rest)
         self._deltas.append(Delta("tool_call", "", call))
-        self._text, self._skip, self._read = rest, _ANY, self._content
+        self._drop(len(self._text) - len(rest))
+        self._spans.append(Span(False, self._call_at, ""))
+        self._skip, self._read = _ANY, self._content
         return True
 
     def _no_call(self, text: str) -> bool:
         """`<tool_call>` was content, and so is `text` unless it holds another."""
-        self._give("content", self._before + calls.OPEN)
+        opened = self._before + calls.OPEN
+        self._at = self._call_at
+        self._give("content", opened)
+        self._at += len(opened)
         self._text, self._read = text, self._content
         return True
 
     def _give_all_but(self, kind: Kind, held: int) -> None:
         edge = len(self._text) - held
         self._give(kind, self._text[:edge])
-        self._text = self._text[edge:]
+        self._drop(edge)
 
     def _give(self, kind: Kind, text: str) -> None:
+        """`text` is what stands at self._at."""
         if not text:
             return
+        self._spans.append(Span(kind == "content", self._at, text))
         if self._deltas and self._deltas[-1].kind == kind:
             text = self._deltas.pop().text + text
         self._deltas.append(Delta(kind, text))

@@ -56,6 +56,10 @@ class Address:
             raise UsageError(f"is no address: {error}", f"--url {url}", hint) from None
         if scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
             raise UsageError("is no address of a server", f"--url {url}", hint)
+        if not _plain(parts.path):
+            raise UsageError("its path is not plain ASCII", f"--url {url}", "write other characters as %XX")
+        if not _names(host):
+            raise UsageError(f"{host!r} is no name of a host", f"--url {url}", hint)
         return cls(scheme, host, port or (443 if scheme == "https" else 80), parts.path.rstrip("/") or "/v1")
 
     @property
@@ -79,7 +83,7 @@ def is_coli(address: Address, timeout: float = PROBE_S) -> bool:
         response = connection.getresponse()
         document = json.loads(response.read(_BODY))
         return response.status == 200 and isinstance(document, dict) and document.get("name") == "coli"
-    except (OSError, HTTPException, ValueError):
+    except (OSError, HTTPException, ValueError, RecursionError):
         return False
     finally:
         connection.close()
@@ -98,7 +102,7 @@ class Server:
         self.say: Callable[[str], None] = lambda text: None  # a server tells this side nothing meanwhile
         self.own: dict[str, Any] = {}  # the coli object of the last answer
         self._socket: socket.socket | None = None
-        self._cancelled = False
+        self._cancelled = False  # the answer under way
 
     @classmethod
     def open(cls, address: Address, key: str | None, wishes: Wishes, on_progress: Callable[[str], None]) -> Server:
@@ -123,7 +127,7 @@ class Server:
             name, ctx = first.get("id"), first.get("max_model_len")
             if not isinstance(name, str):
                 raise UsageError("lists no model", self.address, "give the address of an OpenAI-compatible API")
-            self.model, self.ctx = name, ctx if isinstance(ctx, int) else None
+            self.model, self.ctx = name, _whole(ctx) or None
             return True
         finally:
             connection.close()
@@ -131,7 +135,10 @@ class Server:
     # ---- an answer ---------------------------------------------------------------------------------------------------
 
     def answer(self, conversation: Conversation, question: str) -> Iterator[Delta]:
-        self.facts, self.own = None, {}
+        self.facts, self.own, self._cancelled = None, {}, False
+        return self._answer(conversation, question)
+
+    def _answer(self, conversation: Conversation, question: str) -> Iterator[Delta]:
         clock = _Clock()
         connection = None
         try:
@@ -146,7 +153,7 @@ class Server:
             if not self._cancelled:
                 raise
         finally:
-            self._socket, self._cancelled = None, False
+            self._socket = None
             if connection is not None:
                 connection.close()
 
@@ -157,12 +164,12 @@ class Server:
 
     def details(self) -> list[str]:
         """As of an engine of one's own: how full the context is, speeds, the gate."""
-        facts, prefill = self.facts, self.own.get("prefill_s")
+        facts = self.facts
         if facts is None:
             return []
         room = f" of {count(self.ctx, 'position')}" if self.ctx else ""
         lines = [f"context {facts.prompt_tokens + facts.completion_tokens:,}{room}"]
-        if isinstance(prefill, float):
+        if (prefill := _number(self.own.get("prefill_s"))) is not None:
             read = rate(facts.prompt_tokens - facts.cached_tokens, prefill)
             told = speeds(facts.prompt_tokens, read, facts.completion_tokens, facts.tok_s, facts.finish_reason)
             lines.append(f"first token {facts.ttft_s:.2f} s · {told}")
@@ -205,7 +212,7 @@ class Server:
             if document.get("error"):
                 raise ColiError(_error(document).get("message") or "the server failed", self.address)
             return _Chunk.of(document)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             raise ColiError(f"sent what is no chunk of an answer: {data[:80]!r}", self.address) from None
 
     # ---- the wire ----------------------------------------------------------------------------------------------------
@@ -243,8 +250,10 @@ class Server:
     def _body(self, response: HTTPResponse) -> Any:
         try:
             return json.loads(response.read(_BODY))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
+        except (OSError, HTTPException) as error:
+            raise self._lost(error) from error
 
     def _check(self, response: HTTPResponse, body: Any) -> None:
         """Raise what a status other than 200 means."""
@@ -276,11 +285,12 @@ class _Chunk:
         """Raises TypeError or AttributeError for another shape than a chunk's."""
         deltas, reason = list[Delta](), ""
         for choice in document.get("choices") or ():
-            reason = choice.get("finish_reason") or reason
+            told = choice.get("finish_reason")
+            reason = told if isinstance(told, str) and told.isprintable() else reason
             said = choice.get("delta") or {}
             texts: Pieces = (("reasoning", said.get("reasoning_content")), ("content", said.get("content")))
             deltas += [Delta(kind, "" + text) for kind, text in texts if text]
-        return cls(deltas, reason, dict(document.get("usage") or {}), dict(document.get("coli") or {}))
+        return cls(deltas, reason, _object(document.get("usage")), _object(document.get("coli")))
 
 
 class _Clock:
@@ -310,24 +320,53 @@ def events(lines: Iterable[bytes]) -> Iterator[str]:
 
 def _facts(reason: str, usage: dict[str, Any], own: dict[str, Any], clock: _Clock) -> TurnFacts:
     """What the server counted, and what this side's clock saw."""
-    prompt, completion = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
-    accepted = completion.get("accepted_prediction_tokens") or 0
+    prompt, completion = _object(usage.get("prompt_tokens_details")), _object(usage.get("completion_tokens_details"))
+    accepted = _whole(completion.get("accepted_prediction_tokens"))
     return TurnFacts(
-        finish_reason=reason, prompt_tokens=usage.get("prompt_tokens") or 0,
-        cached_tokens=prompt.get("cached_tokens") or 0, completion_tokens=usage.get("completion_tokens") or 0,
-        accepted=accepted, carried=accepted + (completion.get("rejected_prediction_tokens") or 0),
-        per_forward=own.get("tokens_per_forward"), ttft_s=max(0.0, clock.first - clock.start),
-        decode_s=own.get("decode_s") or clock.last - clock.first,  # pieces come in bundles, tokens do not
+        finish_reason=reason, prompt_tokens=_whole(usage.get("prompt_tokens")),
+        cached_tokens=_whole(prompt.get("cached_tokens")), completion_tokens=_whole(usage.get("completion_tokens")),
+        accepted=accepted, carried=accepted + _whole(completion.get("rejected_prediction_tokens")),
+        per_forward=_number(own.get("tokens_per_forward")), ttft_s=max(0.0, clock.first - clock.start),
+        decode_s=_number(own.get("decode_s")) or clock.last - clock.first,  # pieces come in bundles, tokens do not
     )  # fmt: skip
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """`value`, {} where it is no object."""
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    """`value`, None where it is no number that a count or a time can be."""
+    sound = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 53
+    return value if sound else None
+
+
+def _whole(value: Any) -> int:
+    """`value`, 0 where it is no count."""
+    return value if isinstance(value, int) and _number(value) is not None else 0
+
+
+def _plain(text: str) -> bool:
+    """Whether it can stand in a request's first line."""
+    return all("!" <= character <= "~" for character in text)
+
+
+def _names(host: str) -> bool:
+    """Whether a resolver can be asked for it."""
+    try:
+        return _plain(host.encode("idna").decode("ascii"))
+    except UnicodeError:
+        return False
 
 
 def _gate(own: dict[str, Any]) -> list[str]:
     """The gate's line, where it had a say; a coli of another version may tell it otherwise."""
     try:
         gate = GateReport.of(own["gate"])
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return [f"gate: {gate.line()}"] if gate.decided else []
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         return []
-    return [f"gate: {gate.line()}"] if gate.decided else []
 
 
 def _error(body: Any) -> dict[str, Any]:

@@ -129,10 +129,11 @@ class Partner(Protocol):
     say: Callable[[str], None]  # is given what happens meanwhile
 
     def answer(self, conversation: Conversation, question: str) -> Iterator[Delta]:
-        """The answer in pieces; closing the iterator ends it. Raises a ColiError."""
+        """The answer in pieces; closing the iterator ends it. It is under way from this call on, before the first
+        piece is asked for. Raises a ColiError."""
 
     def cancel(self) -> None:
-        """End the running answer soon; safe from any thread."""
+        """End the answer under way soon, never the next one; safe from any thread."""
 
     def details(self) -> list[str]:
         """What else there is to say of the last answer."""

@@ -12,7 +12,11 @@ llguidance knows grammars and the bytes of the tokens; the rest is here:
                 (coli/answer.py). A token that writes its last character and more is refused: the grammar begins with a
                 token. So are stop tokens: an answer that ends before it begins would not be one
   tool calls    the checkpoint's form of them (coli/tools.py). Text values may hold anything but the closing tags, for
-                they are written raw; other values are JSON of their schema. Properties come in the schema's order
+                they are written raw; other values are JSON of their schema. Properties come in the schema's order.
+                Of what schemas say of raw text, const, enum and short lengths are obeyed, pattern and format are not
+
+A `multipleOf` becomes an automaton with a state for every remainder, and two that meet one for every remainder of
+their least common multiple: what would not fit in memory is refused before llguidance begins (`_check_multiples`).
 
 White space in JSON is a blank, or a newline and its indentation: a model that likes blanks must not go on for ever.
 
@@ -23,8 +27,11 @@ mask and accept token by token (tests/text/test_grammar.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from functools import cached_property
+from math import lcm
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -36,19 +43,22 @@ from coli.answer import END_THINK
 from coli.chat import Reasoning
 from coli.errors import UsageError
 from coli.tokenizer import Tokenizer
-from coli.tools import CLOSE, OPEN, Style, functions, types
+from coli.tools import CLOSE, OPEN, Style, branches, coerce, functions, types
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Mask = NDArray[np.bool_]
 _END = END_THINK.encode()
+MOST_REMAINDERS = 50_000  # compiled in 0.2 s with 30 MB; ten times as many take 4 s
 _WHITESPACE = r"(\n[ \t]{0,32}| )"
+_END_VALUE = "\n</parameter>\n"
 # llguidance's Lark: text without the tags that would end it, and that text up to the parameter's end
 _TEXT = r"""
 FREE: /(?s:.*)/ & ~/(?s:.*)(<\/parameter>|<\/tool_call>)(?s:.*)/
 TEXT: FREE "\n</parameter>\n"
 """
+_SHORT = 256  # characters: longer bounds are passed over, llguidance gives up on some thousands
 
 
 class MissingExtra(UsageError):
@@ -200,17 +210,18 @@ def constraint_for(
     """
     if (schema is not None) + json_object + bool(tools) != 1:
         raise ValueError("one of schema, json_object and tools")
-    if tools:
-        main, values = _calls(tools, name, style, parallel, tokenizer)
-    else:
-        main, values = "@answer", {"answer": _json({"type": "object"} if schema is None else schema, strict)}
-    lead = "LEAD? " if reasoning == "open" else ""  # the newlines a template writes after </think>
-    lark = f"start: {lead}{main}\nLEAD: /\\n{{1,2}}/\n{_TEXT}"
-    grammars = [{"name": "main", "lark_grammar": lark}, *({"name": key, **value} for key, value in values.items())]
     try:
+        if tools:
+            main, values = _calls(tools, name, style, parallel, tokenizer)
+        else:
+            main, values = "@answer", {"answer": _json({"type": "object"} if schema is None else schema, strict)}
+        lead = "LEAD? " if reasoning == "open" else ""  # the newlines a template writes after </think>
+        lark = f"start: {lead}{main}\nLEAD: /\\n{{1,2}}/\n{_TEXT}{_of_lengths(main)}"
+        grammars = [{"name": "main", "lark_grammar": lark}, *({"name": key, **value} for key, value in values.items())]
         grammar = json.dumps({"grammars": grammars})
     except RecursionError:
         raise UsageError("this grammar cannot be followed: the schema is nested too deeply", "schema") from None
+    _check_multiples(values)
     return Constraint(tokenizer, vocab, stop_ids, grammar, reasoning == "open")
 
 
@@ -221,6 +232,37 @@ _Values = dict[str, dict[str, Any]]  # name in the Lark text -> grammar
 
 def _json(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     return {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE, "lenient": not strict}}}
+
+
+def _check_multiples(schemas: Any) -> None:
+    """Raises UsageError where the automaton of all the `multipleOf` in there would be too large. Whatever has this name
+    and is a number counts, for a schema can refer to any part of itself."""
+    common, digits = 1, 0  # the least common multiple so far is common / 10^digits
+    waiting = [schemas]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting.extend(one)
+        elif isinstance(one, Mapping):
+            waiting.extend(one.values())
+            value = one.get("multipleOf")
+            if isinstance(value, int | float) and value > 0:
+                common, digits = _common_multiple(common, digits, value)
+
+
+def _common_multiple(common: int, digits: int, value: float) -> tuple[int, int]:
+    """With one more. Raises UsageError where it is too large."""
+    number = Decimal(str(value))
+    behind = max(0, -int(number.as_tuple().exponent))
+    most = max(digits, behind)
+    together = lcm(common * 10 ** (most - digits), int(number.scaleb(behind)) * 10 ** (most - behind))
+    while most and together % 10 == 0:
+        together, most = together // 10, most - 1
+    if together > MOST_REMAINDERS:
+        what = f"'multipleOf' of {str(value)[:30]} asks for too many remainders"
+        raise UsageError(f"this grammar cannot be followed: {what}, alone or beside the others", "schema",
+                         f"their common multiple, without its point, may be {MOST_REMAINDERS} at most")  # fmt: skip
+    return together, most
 
 
 def _calls(
@@ -253,27 +295,68 @@ def _xml_call(name: str, schema: Mapping[str, Any], label: str, strict: bool, va
                          "tools")  # fmt: skip
     parts = [_quoted(f"<function={name}>\n")]
     for i, (key, one) in enumerate(properties.items()):
-        if ">" in key or "\n" in key:
+        if not key or key != key.strip() or ">" in key or "\n" in key:
             raise UsageError(f"the form of this model's calls cannot write a parameter named {key!r}", "tools")
-        value = _xml_value(one, schema, f"{label}p{i}", strict, values)
+        value = _xml_value(key, one, schema, f"{label}p{i}", strict, values)
         part = _quoted(f"<parameter={key}>\n") + " " + value
         parts.append(part if key in required else f"({part})?")
     return " ".join([*parts, _quoted("</function>\n")])
 
 
-def _xml_value(schema: Any, root: Mapping[str, Any], label: str, strict: bool, values: _Values) -> str:
-    """A value and the end of its parameter: raw text where text may stand, otherwise JSON."""
-    end = "\n</parameter>\n"
+def _xml_value(key: str, schema: Any, root: Mapping[str, Any], label: str, strict: bool, values: _Values) -> str:
+    """A value and the end of its parameter: raw text where text may stand, otherwise JSON.
+
+    Values that are listed are written as they are listed. Branches are written each as its own; free text among them
+    is all of them, as it may spell the others."""
     kinds = types(schema, root)
-    listed = schema.get("enum") if kinds == {"string"} else None
-    names = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
-    if names:
-        return f"({' | '.join(_quoted(one + end) for one in names)})"
-    if not kinds or "string" in kinds:
+    if not kinds:
         return "TEXT"
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    values[label] = _json({**shared, **schema}, strict)
-    return f"@{label} {_quoted(end)}"
+    if "string" not in kinds:
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        values[label] = _json({**shared, **schema}, strict)
+        return f"@{label} {_quoted(_END_VALUE)}"
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return _one_of(key, [schema["const"]] if "const" in schema else schema["enum"], schema, root)
+    parts = branches(schema, root)
+    if not parts or len(parts) > 1 and ("allOf" in schema or "$ref" in schema):
+        return _text(schema)
+    if label.count("b") > 3:  # references in circles
+        return "TEXT"
+    ways = [_xml_value(key, part, root, f"{label}b{i}", strict, values) for i, part in enumerate(parts)]
+    return next((way for way in ways if way == "TEXT"), f"({' | '.join(ways)})")
+
+
+def _one_of(key: str, listed: list[Any], schema: Any, root: Mapping[str, Any]) -> str:
+    """One of the listed values that its type lets through, text raw and others in JSON."""
+    texts = []
+    for one in listed:
+        text = one if isinstance(one, str) else json.dumps(one, ensure_ascii=False)
+        if isinstance(one, str) or not isinstance(coerce(text, schema, root), str):
+            texts.append(text)
+    if any("</parameter>" in text or CLOSE in text for text in texts):
+        raise UsageError(f"the form of this model's calls cannot write a value listed for {key!r}: it holds a tag that "
+                         "ends values", "tools")  # fmt: skip
+    if not texts:
+        raise UsageError(f"no value listed for {key!r} is of its type", "tools")
+    return f"({' | '.join(_quoted(text + _END_VALUE) for text in texts)})"
+
+
+def _text(schema: Mapping[str, Any]) -> str:
+    """The name in the Lark text of free text, of the lengths that the schema tells where they are short."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", _SHORT + 1)
+    if any(type(one) is not int or one < 0 for one in (least, most)) or least > _SHORT:
+        return "TEXT"
+    if least > most:
+        raise UsageError(f"no text has {least} characters or more, and {most} at most", "tools")
+    upto = most if most <= _SHORT else ""
+    return f"TEXT_{least}_{upto}" if least or upto != "" else "TEXT"
+
+
+def _of_lengths(main: str) -> str:
+    """Lark for the texts of certain lengths that `main` names."""
+    found = sorted(set(re.findall(r"\bTEXT_(\d+)_(\d*)", main)))
+    return "".join(f"TEXT_{least}_{most}: (/(?s:.{{{least},{most}}})/ & FREE) {_quoted(_END_VALUE)}\n"
+                   for least, most in found)  # fmt: skip
 
 
 def _tag(tag: str, tokenizer: Tokenizer) -> str:

@@ -176,7 +176,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Secret(Text):
-    """A text that is never shown."""
+    """A key, never shown: what a header carries the same way everywhere (RFC 9110, 5.5)."""
+
+    range: str = "printable ASCII characters without blanks"
+
+    def check(self, value: str) -> str:
+        if not value or not all("!" <= character <= "~" for character in value):
+            raise ValueError
+        return value
 
     def show(self, value: str) -> str:
         return "(set)"

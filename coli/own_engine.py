@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from coli import marks
-from coli.answer import AnswerRouter, Delta, quiet
+from coli.answer import AnswerRouter, Delta, Form
 from coli.chat import Message, checkpoint_sampling, reasoning_state
 from coli.conversation import Conversation, TurnFacts, Wishes
 from coli.engine import Engine
@@ -42,6 +42,10 @@ class OwnEngine:
 
     def answer(self, conversation: Conversation, question: str) -> Iterator[Delta]:
         self.facts = None
+        self._session.forget()
+        return self._answer(conversation, question)
+
+    def _answer(self, conversation: Conversation, question: str) -> Iterator[Delta]:
         request, router = self._request(conversation, question)
         with closing(self._session.steps(request)) as steps:
             for step in steps:
@@ -79,7 +83,7 @@ class OwnEngine:
                   for probe in (marks.system_probe, marks.history_probe)]  # fmt: skip
         reasoning = reasoning_state(prompt)
         request = Request(tuple(ids), wishes.max_tokens, self._sampling, wishes.stop or (),
-                          marks=marks.lengths(*places), quiet=quiet(reasoning, False))  # fmt: skip
+                          marks=marks.lengths(*places), form=Form(reasoning))  # fmt: skip
         return request, AnswerRouter(reasoning)
 
 

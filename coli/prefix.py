@@ -90,7 +90,10 @@ class Prefixes:
         self._make_room()
 
     def keep(self, one: Checkpoint, *, pin: bool = False, share: bool = False) -> None:
-        """Add one made where the sequence stands now, in the place of any at the same length."""
+        """Add one made where the sequence stands now; one that is there at this length gives it its place and rank."""
+        for other in self.kept:
+            if other.length == one.length:
+                one.pinned, one.shared = other.pinned, other.shared
         self.kept = [other for other in self.kept if other.length != one.length] + [one]
         self.use(one, pin=pin, share=share)
 

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from coli import memory
+from coli.answer import Form
 from coli.engine import Engine
 from coli.errors import PromptTooLong, UsageError
 from coli.logprobs import Scored, scored
@@ -32,7 +33,7 @@ from coli.sampling import Sampler, Sampling
 from coli.speculation.decoder import Decoder, Trace
 from coli.speculation.options import Speculation
 from coli.state import State
-from coli.stream import Passage, TextStream
+from coli.stream import TextStream
 
 
 class Constraint(Protocol):
@@ -55,8 +56,8 @@ class Request:
     `logprobs`: alternatives told beside every token's own, None for none of both. `prediction`: what may be said, for
     the lookup to copy from. `speculation`: this turn's, None for the session's. `marks`: lengths of the prompt at which
     to keep a checkpoint besides its end; `pins`: those of them, or the whole length, whose checkpoint is to stay;
-    `shared`: the one that other conversations begin with as well, 0 for none. `quiet`: passages of the answer in which
-    no stop string counts (coli/answer.py)."""
+    `shared`: the one that other conversations begin with as well, 0 for none. `form`: what is content in this answer,
+    where alone stop strings count; None: all is."""
 
     prompt_ids: tuple[int, ...]
     max_tokens: int | None = None
@@ -70,7 +71,7 @@ class Request:
     marks: tuple[int, ...] = ()
     pins: tuple[int, ...] = ()
     shared: int = 0
-    quiet: tuple[Passage, ...] = ()
+    form: Form | None = None
 
 
 class Step(NamedTuple):
@@ -87,7 +88,8 @@ class _Turn:
     def __init__(self, request: Request, engine: Engine, limit: int) -> None:
         self.request, self.limit = request, limit
         self.sampler = Sampler(request.sampling, engine.geometry.vocab, request.prompt_ids)
-        self.stream = TextStream(engine.tokenizer, request.stop, request.quiet)
+        sorter = None if request.form is None else request.form.router()
+        self.stream = TextStream(engine.tokenizer, request.stop, sorter)
         self.stops = engine.stop_ids if request.stop_ids is None else request.stop_ids
         self.ids: list[int] = []
         self._waiting: list[Scored] = []  # picked, not delivered
@@ -164,8 +166,13 @@ class Session:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End the running answer soon, or the next one at once; safe from a signal handler."""
+        """End the answer under way soon, or the next one at once; safe from a signal handler. A caller whose cancel may
+        come late, behind the end of the answer it is for, calls `forget` before the next."""
         self._cancelled = True
+
+    def forget(self) -> None:
+        """No cancel is pending: what came too late is not for the next answer."""
+        self._cancelled = False
 
     def reusable(self, prompt_ids: Sequence[int]) -> int:
         """Tokens of this prompt that need not be read again."""
@@ -226,7 +233,11 @@ class Session:
         """A checkpoint where the state stands."""
         if not self.prefixes.budget or logits is None:
             return
-        self._here = Checkpoint(self.decoder.copy(), logits.copy())
+        try:
+            self._here = Checkpoint(self.decoder.copy(), logits.copy())
+        except MemoryError:
+            self.engine.say("no memory for a checkpoint: a later prompt will be read again")
+            return
         self.prefixes.keep(self._here, pin=pin, share=share)
 
     def _limit(self, request: Request) -> int:

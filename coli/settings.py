@@ -175,7 +175,7 @@ class Settings:
                          "by copies of the recurrent state, or by a log of what they add")  # fmt: skip
     usage_save: bool = variable("USAGE_SAVE", Bit(), True, "0 leaves the history files as they are",
                                 flag="--usage-save")  # fmt: skip
-    api_key: str | None = variable("COLI_API_KEY", Secret("any text"), None, "the key that `coli serve` asks of its "
+    api_key: str | None = variable("COLI_API_KEY", Secret(), None, "the key that `coli serve` asks of its "
                                    "clients and `coli chat` shows a server", flag="--api-key",
                                    unset="no key")  # fmt: skip
     url: str | None = variable("COLI_URL", Text("an address such as http://127.0.0.1:8000/v1"), None, "the server "
@@ -298,7 +298,8 @@ def _checked(row: Variable, value: Any, read: Callable[[Any], Any], where: str, 
     try:
         return read(value)
     except (ValueError, KeyError, OverflowError):
-        shown = ascii(value) if isinstance(value, str) else value
+        secret = isinstance(row.kind, Secret)
+        shown = "the key" if secret else ascii(value) if isinstance(value, str) else value
         raise UsageError(f"{shown} is out of range{own}", where, f"give {hint or row.kind.range}") from None
 
 

@@ -13,8 +13,9 @@ complete at the same character, the longer one, which starts earlier. So the cut
 tokens or drafts split it, and never needs a token beyond the one that completes the stop. (With stops "bc" and "abcd"
 the text "abcd" ends before "bc": nobody knows whether the d will come. Of "ab" and "abc", "ab" wins for that reason.)
 
-In a *passage* (reasoning, a tool call) no stop counts: what stands there is not the text a client sees, and the
-newlines behind it are the template's. A stop that is complete before an opening tag is ends the answer there.
+Where an answer is sorted (`sorter`, coli/answer.py), stops count in its content alone: reasoning, calls and the
+newlines that belong to their tags are not the text a client asked to be cut. What the sorter has not decided is held
+back too.
 
 Control tokens add nothing to the text, so a stop that is the spelling of one ("<|im_end|>") is matched by its id.
 
@@ -63,59 +64,36 @@ class _Stop:
         return self.state
 
 
-class Passage(NamedTuple):
-    """From `opening` to `closing`, and so many newlines behind. `begun`: the answer begins inside it; `leading`:
-    nothing but blanks may stand before it."""
+class Span(NamedTuple):
+    """Text of the answer whose kind is known, and where it begins."""
 
-    opening: str
-    closing: str
-    newlines: int
-    begun: bool = False
-    leading: bool = False
+    content: bool
+    first: int
+    text: str
 
 
-class _Quiet:
-    """Whether a character belongs to a passage."""
+class Sorter(Protocol):
+    """What tells content from the rest (coli/answer.py)."""
 
-    def __init__(self, passages: Sequence[Passage]) -> None:
-        self._openings = [(_Stop(one.opening), one) for one in passages]
-        self._inside = next((one for one in passages if one.begun), None)
-        self._closing = _Stop(self._inside.closing) if self._inside is not None else None
-        self._newlines = self._dark = 0  # still to skip; characters so far that are no blanks
-
-    def step(self, character: str) -> bool:
-        self._dark += not character.isspace()
-        if self._closing is not None and self._inside is not None:
-            if self._closing.step(character) == len(self._closing.text):
-                self._newlines, self._inside, self._closing = self._inside.newlines, None, None
-            return True
-        if self._newlines and character == "\n":
-            self._newlines -= 1
-            return True
-        self._newlines = 0
-        for opening, one in self._openings:
-            if opening.step(character) == len(opening.text):
-                opening.state = 0
-                if not (one.leading and self._dark > len(opening.text)):
-                    self._inside, self._closing = one, _Stop(one.closing)
-        return self._inside is not None
+    def follow(self, text: str, end: bool = False) -> tuple[list[Span], int]:
+        """Takes more text; what became known, and the first character that is not."""
 
 
 class TextStream:
     """The text of one answer. Push tokens in order, then flush once; `stopped` says that a stop string was met."""
 
-    def __init__(self, tokenizer: Vocabulary, stop: Sequence[str] = (), quiet: Sequence[Passage] = ()) -> None:
-        """Raises UsageError for an empty stop string. `stop` may be one string; `quiet`: where none counts."""
+    def __init__(self, tokenizer: Vocabulary, stop: Sequence[str] = (), sorter: Sorter | None = None) -> None:
+        """Raises UsageError for an empty stop string. `stop` may be one string; without a `sorter` all is content."""
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise UsageError("a stop string is empty", "stop", "leave it out")
         self._vocabulary = tokenizer
         self._stops = [_Stop(text) for text in stops]
-        self._quiet = _Quiet(quiet)
+        self._sorter = sorter if stops else None
         named = {tokenizer.token_id(text): text for text in stops}
         self._stop_ids = {i: text for i, text in named.items() if i in tokenizer.special_ids}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # may still become a stop
+        self._held = ""  # may still become a stop, or belong to what is no content
         self._pieces: list[str] = []
         self._spans: deque[tuple[int, int]] = deque()  # characters of the tokens not delivered yet: first, end
         self._read = self._given = 0  # characters
@@ -150,14 +128,7 @@ class TextStream:
         """The end of the answer: what was held back, through the same router. A second call gives nothing."""
         fresh = self._decoder.decode(b"", final=True)
         self._read += len(fresh)
-        piece = self._route(fresh)
-        if self.stopped:
-            return self._deliver(piece)
-        held, self._held = self._held, ""
-        for stop in self._stops:
-            stop.state = 0
-        self._pieces.append(held)
-        return self._deliver(piece + held, end=True)
+        return self._deliver(self._route(fresh, end=True), end=not self.stopped)
 
     def _deliver(self, piece: str, *, end: bool = False) -> str:
         """Count the tokens that `piece` completes; at a stop those that begin before it."""
@@ -170,23 +141,40 @@ class TextStream:
             self.delivered += 1
         return piece
 
-    def _route(self, fresh: str) -> str:
-        if self.stopped or not fresh:
+    def _route(self, fresh: str, *, end: bool = False) -> str:
+        if self.stopped:
             return ""
-        pending = self._held + fresh
-        for place, character in enumerate(fresh, len(self._held) + 1):
-            if self._quiet.step(character):
-                for stop in self._stops:
-                    stop.state = 0
-                continue
+        self._held += fresh
+        spans, known = [Span(True, self._read - len(fresh), fresh)], self._read
+        if self._sorter is not None:
+            spans, known = self._sorter.follow(fresh, end)
+        for span in spans:
+            cut = self._match(span)
+            if cut is not None:
+                return self._give(cut)
+        if end:
+            self._calm()
+        return self._give(known - max((stop.state for stop in self._stops), default=0))
+
+    def _match(self, span: Span) -> int | None:
+        """Where the text is cut, if a stop is complete in this span."""
+        if not span.content:
+            self._calm()
+            return None
+        for place, character in enumerate(span.text, span.first + 1):
             complete = [stop.text for stop in self._stops if stop.step(character) == len(stop.text)]
             if complete:
                 self.stop = max(complete, key=len)
-                return self._give(pending[: place - len(self.stop)], "")
-        waiting = max((stop.state for stop in self._stops), default=0)
-        return self._give(pending[: len(pending) - waiting], pending[len(pending) - waiting :])
+                return place - len(self.stop)
+        return None
 
-    def _give(self, piece: str, held: str) -> str:
-        self._held = held
+    def _calm(self) -> None:
+        for stop in self._stops:
+            stop.state = 0
+
+    def _give(self, end: int) -> str:
+        """The text up to character `end`."""
+        piece = self._held[: max(0, end - self._given)]
+        self._held = self._held[len(piece) :]
         self._pieces.append(piece)
         return piece

@@ -106,12 +106,16 @@ def _parse_xml(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str
     if function is None:
         return None
     name, rest = function[1].strip(), function[2]
+    properties = schemas.get(name, {}).get("properties")
+    known = properties if isinstance(properties, Mapping) else {}
     arguments, at = {}, 0
     while at < len(rest):
         parameter = _PARAMETER.match(rest, at)
         if parameter is None:
             return None
-        key, at = parameter[1].strip(), parameter.end()
+        key, at = parameter[1], parameter.end()
+        if key not in known:  # space around a name is the model's, unless the tool named it so
+            key = key.strip() or key
         text = parameter[2].removeprefix("\n").removesuffix("\n")
         arguments[key] = coerce(text, *_schema_of(key, schemas.get(name, {})))
     return name, arguments
@@ -151,6 +155,9 @@ def coerce(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     value = _load(_PYTHON.get(text.strip(), text))
     if value is _BROKEN:
         return text
+    values = listed(schema, root)
+    if text in values and (text in _PYTHON or not any(_same(value, one) for one in values)):
+        return text  # "5" of ["5", true, 6]; of ["5", 5] it is either
     if isinstance(value, float) and value.is_integer() and "integer" in kinds and "number" not in kinds:
         value = int(value)  # 5.0 is an integer to JSON Schema
     name = "null" if value is None else _NAMES[type(value)]
@@ -174,8 +181,33 @@ def types(schema: Any, root: Mapping[str, Any]) -> set[str]:
             continue
         values = [one["const"]] if "const" in one else _list(one, "enum")
         found.update("null" if value is None else _NAMES[type(value)] for value in values)
-        waiting += [*_list(one, "anyOf"), *_list(one, "oneOf"), *_list(one, "allOf"), _resolve(one.get("$ref"), root)]
+        waiting += branches(one, root)
     return found
+
+
+def listed(schema: Any, root: Mapping[str, Any]) -> list[Any]:
+    """What the const and enum of a schema and of its branches name, each part read once, as in `types`."""
+    found: list[Any] = []
+    waiting, seen = [schema], set()
+    while waiting:
+        one = waiting.pop(0)
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        found += [one["const"]] if "const" in one else _list(one, "enum")
+        waiting += branches(one, root)
+    return found
+
+
+def branches(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
+    """The schemas that one is made of."""
+    parts = [*_list(schema, "anyOf"), *_list(schema, "oneOf"), *_list(schema, "allOf")]
+    return [*parts, _resolve(schema["$ref"], root)] if "$ref" in schema else parts
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _list(schema: Mapping[str, Any], key: str) -> list[Any]:

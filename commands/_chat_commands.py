@@ -6,6 +6,8 @@ say, raises UsageError for what it cannot do, or Leave. Guarded by tests/cli/tes
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from coli.commands._chat_loop import Chat
     from coli.conversation import Conversation
 
+MOST = 64 << 20  # bytes of a saved conversation that are read
 _THINKING = {"on": True, "off": False, "auto": None}
 
 
@@ -78,13 +81,13 @@ def _save(chat: Chat, argument: str) -> list[str]:
     from coli.conversation import Conversation
 
     path = _path("/save", argument)
-    if path.exists():
+    if os.path.exists(path):  # False too for a name that no file can have: writing says why
         try:
             Conversation.from_json(_read(path), path)
         except UsageError as error:
             raise UsageError("is there and is no saved conversation", path, "give another name") from error
     write_file(path, chat.conversation.to_json())
-    return [f"saved {_turns(chat.conversation)} to {path}"]
+    return [printable(f"saved {_turns(chat.conversation)} to {path}")]
 
 
 def _load(chat: Chat, argument: str) -> list[str]:
@@ -92,7 +95,7 @@ def _load(chat: Chat, argument: str) -> list[str]:
 
     path = _path("/load", argument)
     chat.conversation = Conversation.from_json(_read(path), path)
-    return [f"loaded {_turns(chat.conversation)} from {path}"]
+    return [printable(f"loaded {_turns(chat.conversation)} from {path}")]
 
 
 def _stats(chat: Chat, argument: str) -> list[str]:
@@ -131,14 +134,25 @@ def _path(name: str, argument: str) -> Path:
         raise UsageError("which file?", name, f"{name} FILE")
     try:
         return Path(argument).expanduser()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise UsageError(f"{argument}: {error}", name) from None
 
 
 def _read(path: Path) -> str:
-    from coli.commands._prompt import text_in
+    """A saved conversation's text. Only a regular file is read, and a small one: a pipe or a device may never end."""
+    from coli.tokenizer import decode_prompt
 
-    return text_in(path, "file")
+    where, hint = f"file {path}", "give a file that /save wrote"
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageError("is no regular file", where, hint)
+            data = file.read(MOST + 1)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read: {getattr(error, 'strerror', None) or error}", where, hint) from error
+    if len(data) > MOST:
+        raise UsageError(f"is larger than {MOST:,} bytes", where, hint)
+    return decode_prompt(data, where)
 
 
 def _turns(conversation: Conversation) -> str:

@@ -16,7 +16,7 @@ from coli.commands import _chat_commands as commands
 from coli.commands._errors import printable
 from coli.commands._signals import Terminated, cancelling
 from coli.conversation import Conversation, Partner, Totals, Turn, TurnFacts
-from coli.errors import ColiError, Exit, UsageError
+from coli.errors import ColiError, Exit
 
 if TYPE_CHECKING:
     from coli.commands._chat_view import View
@@ -89,14 +89,11 @@ class Chat:
             else:
                 for line in commands.run(self, *asked):
                     self._view.note(line)
-        except UsageError as error:
-            if not self._interactive and asked is None:
-                raise
-            self._fail(error)
-            self._code = Exit.OK if self._interactive else Exit.USAGE
         except ColiError as error:
             if not self._interactive:
-                raise
+                if asked is None:
+                    raise
+                self._code = Exit.USAGE
             self._fail(error)
 
     def _fail(self, error: ColiError) -> None:
@@ -108,12 +105,13 @@ class Chat:
         said: dict[str, list[str]] = {"reasoning": [], "content": []}
         caught: list[Exit] = []
         try:
+            answer = self.partner.answer(self.conversation, question)  # what a cancel from here on is for
             with cancelling(self.partner.cancel) as caught:
                 if self._reader.interrupted():  # after it was read, before anybody listened
                     caught.append(Exit.INTERRUPTED)
                     self.partner.cancel()
                 self._view.begin()
-                for delta in self.partner.answer(self.conversation, question):
+                for delta in answer:
                     said[delta.kind].append(delta.text)
                     self._view.show(delta)
         except BaseException:
@@ -128,7 +126,7 @@ class Chat:
     def _settle(self, turn: Turn, caught: list[Exit]) -> None:
         """Take the turn into the conversation and say what it cost."""
         facts = self.facts = self.partner.facts
-        stopped = bool(caught) and (facts is None or facts.finish_reason == "cancelled")
+        stopped = facts is None or facts.finish_reason == "cancelled"
         if facts is not None:
             self.totals = self.totals.plus(facts)
         if stopped and not turn.content and not turn.reasoning:

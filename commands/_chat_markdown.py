@@ -19,16 +19,11 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
 
+from coli.commands._output import harmless
+
 _FENCE = re.compile(r"\s*(`{3,}|~{3,})")
-_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
-_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 REDRAW_S = 0.1  # at least so far apart, and
 SHARE = 10  # at least so many times what the last one took
-
-
-def harmless(text: str) -> str:
-    """`text` without a character that steers a terminal."""
-    return text.translate(_PICTURES)
 
 
 class Blocks:

@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
-from coli.commands._output import Output
+from coli.commands._output import Output, harmless
 
 if TYPE_CHECKING:
     from coli.answer import Delta
@@ -121,8 +121,6 @@ class MarkdownView:
             self._out.progress(_READING)
 
     def show(self, delta: Delta) -> None:
-        from coli.commands._chat_markdown import harmless
-
         self._out.done()
         if delta.kind == "reasoning":
             self._console.out(harmless(delta.text), style="dim", highlight=False, end="")

@@ -22,12 +22,16 @@ from typing import Any
 from coli.errors import ColiError, UsageError
 
 _DIM, _PLAIN, _WIPE = "\x1b[2m", "\x1b[0m", "\r\x1b[K"
+_PICTURES = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
+_PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class Output:
-    """Where a command's words go. `color` is off under NO_COLOR; `file` takes the result's place on stdout."""
+    """Where a command's words go. `color` is off under NO_COLOR; `file` takes the result's place on stdout; without
+    `answers` nothing is ever written there, and it may be closed."""
 
-    def __init__(self, *, quiet: bool = False, color: bool = True, file: Path | None = None) -> None:
+    def __init__(self, *, quiet: bool = False, color: bool = True, file: Path | None = None,
+                 answers: bool = True) -> None:  # fmt: skip
         self.quiet = quiet
         self.file = file
         self._tty = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -35,7 +39,10 @@ class Output:
         self._transient = False  # a progress line stands on the terminal
         self._stage = ""
         self._open = False  # the result's last line on stdout has no end yet
-        check_file(file) if file is not None else _check_stdout()
+        if file is not None:
+            check_file(file)
+        elif answers:
+            _check_stdout()
 
     @property
     def terminal(self) -> bool:
@@ -79,6 +86,7 @@ class Output:
         """A piece of what the work says beside its result, as it comes."""
         if not self.quiet:
             self._wipe()
+            text = harmless(text)
             _say(f"{_DIM}{text}{_PLAIN}" if self._dim and text.strip() else text)
 
     def error(self, text: str) -> None:
@@ -147,8 +155,9 @@ def write_file(path: Path, text: str) -> None:
             except BaseException:
                 os.unlink(place.name)
                 raise
-    except OSError as error:
-        raise ColiError(f"cannot write: {error.strerror}", path, "check the disk") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name, half a character in the text
+        reason = getattr(error, "strerror", None) or error
+        raise ColiError(f"cannot write: {reason}", path, "check the name and the disk") from error
 
 
 def _beside(target: Path) -> Any:
@@ -183,6 +192,11 @@ def _say(text: str) -> None:
         sys.stderr.flush()
     except (OSError, ValueError):
         return  # nobody listens
+
+
+def harmless(text: str) -> str:
+    """`text` without a character that steers a terminal: control characters stand as their pictures."""
+    return text.translate(_PICTURES)
 
 
 def _width() -> int:

@@ -6,13 +6,14 @@ the address once requests are taken, report lines of every turn, and what stoppi
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coli.commands import _options
 from coli.commands._model_flags import model_flags
-from coli.errors import UsageError
+from coli.errors import Exit, UsageError
 from coli.server.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def serve(
     from coli.commands._output import Output
 
     settings, warnings = _options.settings(**flags, api_key=api_key)
-    out = Output(quiet=quiet, color=not settings.no_color)
+    out = Output(quiet=quiet, color=not settings.no_color, answers=False)
     out.lines(warnings)
     _check_extra()
     options = ServeOptions(
@@ -84,11 +85,13 @@ def serve(
 
     engines: list[Engine] = []
     try:
-        run(options, lambda: _load(settings, options, out, engines), lambda service, url: _ready(service, url, out),
-            out.note)  # fmt: skip
+        busy = run(options, lambda: _load(settings, options, out, engines),
+                   lambda service, url: _ready(service, url, out), out.note)  # fmt: skip
     finally:
         for engine in engines:
             engine.close()
+    if busy:  # everything is saved and said, and the interpreter would wait for that thread
+        os._exit(Exit.OK)
 
 
 def _check_extra() -> None:

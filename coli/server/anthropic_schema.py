@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coli.server.carried import unseal
-from coli.server.errors import ApiError, Only, unsupported, without
+from coli.server.errors import MOST_ITEMS, ApiError, Only, bounded, unsupported, without
 from coli.server.openai_schema import Drafts
 
 _NEEDS_TEXT = "send text"
@@ -53,7 +53,7 @@ class Text(_Model):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: list[Any] | None = None  # of an answer that is sent back
+    citations: Annotated[list[Any], bounded(1024)] | None = None  # of an answer that is sent back
 
 
 class Thinking(_Model):
@@ -96,7 +96,7 @@ ResultBlock = Annotated[Text | Unreadable, Field(discriminator="type")]
 class ToolResult(_Model):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[ResultBlock], Short] = []
+    content: Annotated[list[ResultBlock], bounded(4096), Short] = []
     is_error: bool = False
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -107,7 +107,7 @@ Block = Annotated[Text | Thinking | ToolUse | ToolResult | Unreadable, Field(dis
 
 class Message(_Model):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Short] = Field(min_length=1)
+    content: Annotated[list[Block], bounded(4096), Short] = Field(min_length=1)
 
 
 class Tool(_Model):
@@ -119,7 +119,7 @@ class Tool(_Model):
     eager_input_streaming: bool | None = None
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], bounded(16)] | None = None
 
 
 class FreeChoice(_Model):
@@ -160,7 +160,7 @@ class ClearThinking(_Model):
 
 
 class ContextManagement(_Model):
-    edits: list[ClearThinking] = []
+    edits: Annotated[list[ClearThinking], bounded(16)] = []
 
 
 class Metadata(_Model):
@@ -171,9 +171,9 @@ class CountRequest(_Model):
     """The part of a request that its prompt is made of."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
-    system: Annotated[list[Text], Short] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], bounded(MOST_ITEMS)] = Field(min_length=1)
+    system: Annotated[list[Text], bounded(4096), Short] | None = None
+    tools: Annotated[list[Tool], bounded(1024)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -184,7 +184,7 @@ class CountRequest(_Model):
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=64)
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], bounded(64)] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)

@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from coli import marks
-from coli.answer import quiet
+from coli.answer import Form
 from coli.chat import ChatTemplate, Message, Reasoning, checkpoint_sampling, reasoning_state
 from coli.errors import ColiError, ModelError, PromptTooLong, UsageError
 from coli.sampling import Sampling
@@ -109,6 +109,7 @@ def prepare_chat(
 ) -> Prepared:  # fmt: skip
     """Raises ApiError and ColiError (PromptTooLong and UsageError are the client's)."""
     engine, messages = service.engine, _ordered(messages)
+    _distinct(tools)
     read = tools if tool_choice != "none" else ()
     render = _renderer(engine, messages, read, thinking, effort, template_kwargs)
     prompt = render(messages)
@@ -119,7 +120,7 @@ def prepare_chat(
     pins = (history, len(ids)) if options.pin else ()  # of a pinned prompt also what its next turn begins with
     reasoning = reasoning_state(prompt)
     request = replace(_request(service, ids, options), constraint=constraint, marks=marks.lengths(system, history),
-                      pins=marks.lengths(*pins), shared=system, quiet=quiet(reasoning, bool(read)))  # fmt: skip
+                      pins=marks.lengths(*pins), shared=system, form=Form(reasoning, tuple(read)))  # fmt: skip
     return Prepared(request, prompt, reasoning, tuple(read), forced=tool_choice not in FREE)
 
 
@@ -141,6 +142,7 @@ def count_chat(
 ) -> int:  # fmt: skip
     """Tokens of the prompt that `prepare_chat` would make, however many."""
     messages = _ordered(messages)
+    _distinct(tools)
     read = tools if tool_choice != "none" else ()
     render = _renderer(service.engine, messages, read, thinking, effort, template_kwargs)
     return len(service.engine.tokenizer.encode(render(messages)))
@@ -170,6 +172,15 @@ def _renderer(engine: Engine, messages: Sequence[Message], tools: Sequence[Tool]
         return _unended(engine, text) if goes_on else text
 
     return render
+
+
+def _distinct(tools: Sequence[Tool]) -> None:
+    """Refuses two tools of one name: a call would say neither which it means nor what its values are."""
+    seen: set[str] = set()
+    for name in (tool["function"]["name"] for tool in tools):
+        if name in seen:
+            raise ApiError(400, f"invalid 'tools': two are named {name!r}", param="tools", code="invalid_value")
+        seen.add(name)
 
 
 def _ordered(messages: Sequence[Message]) -> Sequence[Message]:

@@ -14,12 +14,13 @@ Guarded by tests/server/test_errors.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
@@ -34,6 +35,9 @@ ANTHROPIC_TYPES = {
     413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
 }  # fmt: skip
 DRAIN_RETRY_S = 5  # a restart is expected after a drain
+MOST_FIELDS = 4096  # of any object in a request
+MOST_ITEMS = 16_384  # of the longest list of a schema
+MOST_TOLD = 100  # of pydantic's errors, read for the one that is said
 Model = TypeVar("Model", bound=BaseModel)
 Only = Mapping[str, tuple[Sequence[Any], str]]  # field -> values that ask for nothing, why others are refused
 
@@ -65,7 +69,7 @@ class ApiError(Exception):
             case Draining() | Cancelled():
                 return cls(503, "the server is stopping", code="draining", headers=_retry(DRAIN_RETRY_S))
             case ColiError():
-                return cls(500, str(error))
+                return cls(500, _sentence(error))
             case ValidationError():
                 return invalid(error)
             case HTTPException():
@@ -142,15 +146,43 @@ Parts = tuple[int | str, ...]  # the way to a value: names and places in lists
 
 def parsed(model: type[Model], content: Any) -> Model:
     """`content` as a request of this kind. Raises ApiError 400 that names the field."""
+    _check_width(content)
     try:
         return model.model_validate(content)
     except ValidationError as error:
         raise invalid(error, model) from None
 
 
+def bounded(most: int) -> Any:
+    """For a list of a schema: the first item that is wrong, or one too many, is the last that is read and the only
+    one told of. Stands right behind the list."""
+    return Field(max_length=most, fail_fast=True)
+
+
+def _check_width(content: Any) -> None:
+    """Every field of an object can be wrong, and pydantic tells of each; of a list it tells of the first alone (the
+    schemas say so). Raises ApiError 400."""
+    for name, value in content.items() if isinstance(content, Mapping) else ():
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, dict):
+                if len(one) > MOST_FIELDS:
+                    raise _too_wide(f"invalid '{name}': an object in it", name)
+                waiting.extend(one.values())
+            elif isinstance(one, list) and len(one) <= MOST_ITEMS:  # longer ones are refused unread
+                waiting.extend(one)
+    if isinstance(content, Mapping) and len(content) > MOST_FIELDS:
+        raise _too_wide("the request", None)
+
+
+def _too_wide(what: str, param: str | None) -> ApiError:
+    return ApiError(400, f"{what} has more than {MOST_FIELDS:,} fields", param=param, code="invalid_value")
+
+
 def invalid(error: ValidationError, model: type[BaseModel] | None = None) -> ApiError:
     """The first field that is wrong and what it should be."""
-    errors = error.errors(include_url=False)
+    errors = error.errors(include_url=False)[:MOST_TOLD]
     found = [_told(one, model) for one in errors]
     param, kind, _ = found[0]
     if isinstance(errors[0]["input"], Mapping):  # a word might stand here as well, but an object was sent
@@ -185,7 +217,7 @@ _NO_OBJECT = frozenset({"model_type", "model_attributes_type", "dict_type"})
 def _words(message: str) -> str:
     for prefix in ("Value error, ", "Assertion failed, ", "Input "):
         message = message.removeprefix(prefix)
-    return message
+    return message.replace(" after validation,", ",")
 
 
 def _spelled(parts: Parts) -> str:
@@ -253,7 +285,8 @@ def _param(error: ColiError) -> str | None:
 
 
 def _sentence(error: ColiError) -> str:
-    """Without the place where it is the command line's, or where the words say it."""
-    told = isinstance(error, PromptTooLong) or error.where.startswith("-") or error.what.startswith(error.where)
+    """Without the place where it is the command line's or a path of this machine's, or where the words say it."""
+    told = (isinstance(error, PromptTooLong) or error.where.startswith("-") or error.what.startswith(error.where)
+            or "/" in error.where or os.sep in error.where)  # fmt: skip
     where = "" if told else error.where
     return (f"{where}: " if where else "") + error.what + (f" ({error.hint})" if error.hint else "")

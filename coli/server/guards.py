@@ -37,6 +37,7 @@ from coli.server.options import BODY_LIMIT, ServeOptions, loopback
 
 OPEN = ("/health", "/version")  # for probes, which have no key and call a machine as they like
 DISCARD = 16 * BODY_LIMIT  # of a body too long is read before the refusal, or a client still writing never sees it
+_HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -267,7 +268,6 @@ def _same_address(name: str, address: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without port and brackets, in lower case."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """The name in a Host header, without port and brackets, in lower case; none of what is not spelled as one."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2] or "").lower() if found else ""

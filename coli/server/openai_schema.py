@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from coli.server.ask import Named, Options, Speculative, ToolChoice
-from coli.server.errors import ApiError, Only, missing, parsed, unsupported, without
+from coli.server.errors import MOST_ITEMS, ApiError, Only, bounded, missing, parsed, unsupported, without
 
 PROMPT_CACHE_RETENTION = (("in_memory", "in-memory"), "prefixes are kept in memory while there is room")
 VERBOSITY = (("medium",), "the models know no such wish")
@@ -69,7 +69,7 @@ def _as_parts(content: Any) -> Any:
 
 
 Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
-Content = Annotated[list[Part], BeforeValidator(_as_parts)]
+Content = Annotated[list[Part], bounded(4096), BeforeValidator(_as_parts)]
 
 
 class FunctionCall(_Model):
@@ -101,9 +101,9 @@ class AssistantMessage(_Model):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call], bounded(1024)] | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None  # of an answer that is sent back
+    annotations: Annotated[list[Any], bounded(1024)] | None = None  # of an answer that is sent back
     audio: None = None
     function_call: None = None
 
@@ -180,7 +180,7 @@ def _as_list(stop: Any) -> Any:
 
 
 Stop = Annotated[str, Field(min_length=1)]
-Stops = Annotated[list[Stop], BeforeValidator(_as_list), Field(max_length=4)]
+Stops = Annotated[list[Stop], bounded(4), BeforeValidator(_as_list)]
 
 
 def _as_wish(speculative: Any) -> Any:
@@ -242,11 +242,11 @@ class _Common(_Model):
 
 
 class ChatRequest(_Common):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], bounded(MOST_ITEMS)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], bounded(1024)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: Form | None = None

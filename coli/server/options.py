@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from coli.errors import UsageError
+from coli.kinds import Secret
 
 BODY_LIMIT = 4 << 20  # bytes of a request's body
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -42,10 +43,14 @@ class ServeOptions:
                 raise UsageError(f"{getattr(self, name)} is out of range", _flag(name), f"give {low}..{high}")
         if not 0 < self.queue_timeout < 1e9:  # also refuses NaN
             raise UsageError(f"{self.queue_timeout} is out of range", "--queue-timeout", "give seconds above 0")
-        for name in ("model_id", "api_key"):
-            value = getattr(self, name)
-            if value is not None and (not value or value != value.strip() or not value.isprintable()):
-                raise UsageError("is empty, or has blanks around it or control characters in it", _flag(name))
+        model = self.model_id
+        if model is not None and (not model or model != model.strip() or not model.isprintable()):
+            raise UsageError("is empty, or has blanks around it or control characters in it", "--model-id")
+        if self.api_key is not None:
+            try:
+                Secret().check(self.api_key)
+            except ValueError:
+                raise UsageError("the key is out of range", "--api-key", f"give {Secret.range}") from None
         for origin in self.cors_origins:
             parts = urlsplit(origin)
             if origin != "*" and (not parts.scheme or not parts.netloc or parts.path or parts.query or parts.fragment):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from coli.server.carried import unseal
-from coli.server.errors import ApiError, Only, unsupported, without
+from coli.server.errors import MOST_ITEMS, ApiError, Only, bounded, unsupported, without
 from coli.server.openai_schema import PROMPT_CACHE_RETENTION, VERBOSITY, Drafts
 
 _STATELESS = "nothing is kept between requests"
@@ -87,7 +87,7 @@ def _as_items(content: Any) -> Any:
 
 
 Part = Annotated[Text | Refusal | Unreadable, Field(discriminator="type")]
-Content = Annotated[list[Part], BeforeValidator(_as_parts)]
+Content = Annotated[list[Part], bounded(4096), BeforeValidator(_as_parts)]
 
 
 class MessageItem(_Item):
@@ -98,8 +98,8 @@ class MessageItem(_Item):
 
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    content: list[Text] | None = None
-    summary: list[Text] = []
+    content: Annotated[list[Text], bounded(4096)] | None = None
+    summary: Annotated[list[Text], bounded(4096)] = []
     encrypted_content: str | None = None
 
 
@@ -137,7 +137,7 @@ class Tool(_Model):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], bounded(16)] | None = None
     defer_loading: Literal[False] | None = None
 
 
@@ -176,18 +176,21 @@ class StreamOptions(_Model):
     include_coli: bool = False  # ours
 
 
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
 class ResponsesRequest(_Model):
     model: str
-    input: Annotated[list[Item], BeforeValidator(_as_items)] = Field(min_length=1)
+    input: Annotated[list[Item], bounded(MOST_ITEMS), BeforeValidator(_as_items)] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Include], bounded(16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], bounded(1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -6,8 +6,11 @@
     drain       new requests are 503 with Retry-After, running and queued ones are answered to their end
     leave       what was learned is saved; the exit code is 0
 
-A second signal ends the process at once, and so does the first one while the model loads, when there is nothing to
-answer or to save: exit codes 143 and 130. uvicorn's own handlers would break off streams, so they are not installed.
+A second signal ends the process at once, also when the loop has ended, and so does the first one while the model
+loads, when there is nothing to answer or to save: exit codes 143 and 130. uvicorn's own handlers would break off
+streams, so they are not installed.
+A thread that still makes a prompt or a grammar is not waited for, nor can it be stopped: `run` says that there is one,
+and the process has to leave by os._exit.
 A signal that the parent set to be ignored stays ignored (nohup).
 HTTP is h11's (coli/server/reader.py): httptools sets no limit to headers, and saves 60 us a request where a stream has
 a piece every 20 ms.
@@ -23,8 +26,9 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -77,17 +81,22 @@ def url(listener: socket.socket) -> str:
 
 
 def run(options: ServeOptions, load: Callable[[], Service], on_ready: Callable[[Service, str], None],
-        say: Callable[[str], None]) -> None:  # fmt: skip
+        say: Callable[[str], None]) -> bool:  # fmt: skip
     """Serve until a signal. `load` opens the model, on another thread; `on_ready` is given the service and its URL.
+    Returns whether a thread is still busy for a client that is gone, and would keep the process from ending.
 
     Raises what `load` raises, and UsageError where the port cannot be had; leaves the process at a second signal."""
     options.check()
     with contextlib.closing(listen(options.host, options.port)) as listener:
-        asyncio.run(_serve(options, listener, load, on_ready, say))
+        workers = _Workers()
+        asyncio.run(_serve(options, listener, load, on_ready, say, workers))
+        return workers.busy
 
 
 async def _serve(options: ServeOptions, listener: socket.socket, load: Callable[[], Service],
-                 on_ready: Callable[[Service, str], None], say: Callable[[str], None]) -> None:  # fmt: skip
+                 on_ready: Callable[[Service, str], None], say: Callable[[str], None],
+                 workers: _Workers) -> None:  # fmt: skip
+    asyncio.get_running_loop().set_default_executor(workers)
     app = make_app(options, say=say)
     config = uvicorn.Config(
         app, http=Reader, ws="none", lifespan="off", log_config=None, log_level="critical", access_log=False,
@@ -112,6 +121,27 @@ async def _serve(options: ServeOptions, listener: socket.socket, load: Callable[
         finally:
             server.should_exit = True
             await serving
+
+
+class _Workers(ThreadPoolExecutor):
+    """The threads of asyncio.to_thread; nobody waits for them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(thread_name_prefix="coli-work")
+        self._open: set[Future[Any]] = set()
+
+    def submit(self, *work: Any, **options: Any) -> Future[Any]:
+        future = super().submit(*work, **options)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
 
 
 class _Server(uvicorn.Server):
@@ -150,20 +180,27 @@ async def _first(*awaited: Any) -> None:
 
 @contextmanager
 def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event, loaded: Callable[[], bool]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets `stop`; a second one, or one before the model is loaded, ends the process."""
+    """The first SIGINT or SIGTERM sets `stop`; a second one, or one before the model is loaded, ends the process.
+    That stays so after this is left: the process is going."""
 
     def heard(number: signal.Signals) -> None:
         if stop.is_set() or not loaded():
             os._exit(EXITS[number])
         stop.set()
+        for each in mine:  # beside the loop's own, which would wait until the loop turns
+            signal.signal(each, _leave)
 
     before = {number: signal.getsignal(number) for number in EXITS}
-    for number in (number for number, handler in before.items() if handler is not signal.SIG_IGN):
+    mine = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in mine:
         loop.add_signal_handler(number, heard, number)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if handler is not signal.SIG_IGN:
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
+        for number in mine:
+            loop.remove_signal_handler(number)
+            signal.signal(number, _leave if stop.is_set() else before[number])
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    os._exit(EXITS[signal.Signals(number)])

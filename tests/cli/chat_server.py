@@ -32,6 +32,8 @@ class Script:
     endless: bool = False  # the last piece is said again and again
     cut: bool = False  # the connection ends before [DONE]
     error: str | None = None  # an error in the stream, after the pieces
+    raw: str | None = None  # the data of an event before the last ones
+    reason: Any = "stop"
     usage: dict[str, Any] = field(default_factory=lambda: dict(USAGE))
     own: dict[str, Any] = field(default_factory=lambda: {"tokens_per_forward": 2.5, "gate": None})
     asked: list[dict[str, Any]] = field(default_factory=list)  # bodies, in order
@@ -111,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
         if script.cut or script.error is not None:
             self.close_connection = True
             return
-        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if script.raw is not None:
+            self._chunk(f"data: {script.raw}\n\n")
+        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": script.reason}]})
         last: dict[str, Any] = {"choices": [], "usage": script.usage}
         if asked["stream_options"].get("include_coli"):
             last["coli"] = script.own

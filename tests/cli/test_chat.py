@@ -66,6 +66,11 @@ def test_later_turns_read_only_what_is_new(nano: Path) -> None:
     with Engine.open(Settings(model=str(nano), usage_save=False)) as engine:
         cold = OwnEngine(engine, Wishes(max_tokens=12, temperature=0.0))
         assert "".join(delta.text for delta in cold.answer(conversation, "And then?")) == warm
+        cold.cancel()  # it has ended: nothing is to be stopped
+        assert "".join(delta.text for delta in cold.answer(conversation, "And then?")) == warm
+        stopped = cold.answer(conversation, "And then?")
+        cold.cancel()
+        assert list(stopped) == [] and cold.facts is not None and cold.facts.finish_reason == "cancelled"
 
 
 def test_json_is_a_document_an_answer(coli: Coli, script: Script) -> None:
@@ -88,6 +93,21 @@ def test_stdout_has_the_answers_and_nothing_else(coli: Coli, script: Script) -> 
     assert done.stdout == quiet.stdout == "Hi!\nHi!\n" and done.returncode == quiet.returncode == 2
     assert f"coli chat: scripted at {url}\nlet see\n5 tokens" in done.stderr and "\x1b" not in done.stderr
     assert quiet.stderr.startswith("coli: /bogus: no such command (") and quiet.stderr.count("\n") == 1
+
+
+def test_reasoning_on_stderr_steers_no_terminal(coli: Coli, script: Script) -> None:
+    script.pieces = [{"reasoning_content": "a\x1b[2Jb\x9b\r\n"}, {"content": "Hi"}]
+    with serving(script) as url:
+        done = coli("chat", "--url", url, input="hello\n")
+    assert "a␛[2Jb\ufffd␍\n" in done.stderr and "\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize("key", ["é-s3cret", "s3cret\nX: y", "s3 cret", "ключ-s3cret", ""])
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_a_key_that_no_header_carries_is_refused_unseen(coli: Coli, command: str, key: str) -> None:
+    for done in (coli(command, "--api-key", key, input=""), coli(command, input="", env={"COLI_API_KEY": key})):
+        assert done.returncode == 2 and "the key is out of range (give printable ASCII" in done.stderr
+        assert "cret" not in done.stdout + done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_person_behind_a_pipe(coli: Coli, script: Script) -> None:

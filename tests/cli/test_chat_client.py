@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -161,6 +162,31 @@ def test_an_error_in_the_stream(url: str, script: Script) -> None:
         answer(opened(url))
 
 
+@pytest.mark.parametrize("usage", ["abc", [1], {"prompt_tokens_details": [1]}, {"completion_tokens_details": "x"},
+                                   {"prompt_tokens": "7", "completion_tokens": [2]}, {"prompt_tokens": -1},
+                                   {"prompt_tokens": 10**400}, {"completion_tokens": True}])  # fmt: skip
+@pytest.mark.parametrize("own", ["abc", {"tokens_per_forward": "2", "decode_s": "x", "prefill_s": "y"},
+                                 {"tokens_per_forward": float("nan"), "decode_s": 1e400, "gate": 7}])  # fmt: skip
+def test_numbers_that_are_none_are_not_shown(url: str, script: Script, usage: Any, own: Any) -> None:
+    script.usage, script.own, script.reason = usage, own, ["stop", "\x1b[2J"]
+    script.models = [(200, {"data": [{"id": "scripted", "max_model_len": 10**400}]}, {})]
+    server = opened(url)
+    assert len(answer(server)) == 2
+    facts = server.facts
+    assert facts is not None and (facts.prompt_tokens, facts.completion_tokens, facts.carried) == (0, 0, 0)
+    assert (facts.per_forward, facts.finish_reason) == (None, "")
+    assert facts.line().startswith("0 tokens") and server.details() == ["context 0"]
+
+
+def test_brackets_without_end_are_no_chunk(url: str, script: Script) -> None:
+    script.raw = "[" * 100_000
+    server = opened(url)
+    with pytest.raises(ColiError, match="no chunk"):
+        answer(server)
+    script.raw = None
+    assert answer(server)
+
+
 @pytest.mark.parametrize("delta", [{"content": 7}, "text", {"content": ["x"]}])
 def test_what_is_no_chunk_is_an_error(url: str, script: Script, delta: object) -> None:
     script.pieces = [delta]  # type: ignore[list-item]
@@ -180,6 +206,20 @@ def test_cancel_ends_the_answer_and_the_servers_work(url: str, script: Script) -
     assert script.gone.wait(30)
     script.endless = False
     assert answer(server) and server.facts is not None
+
+
+def test_cancel_after_an_answer_is_not_for_the_next(url: str) -> None:
+    server = opened(url)
+    whole = answer(server)
+    server.cancel()
+    assert answer(server) == whole and server.facts is not None
+
+
+def test_cancel_before_the_first_piece_is_asked_for(url: str, script: Script) -> None:
+    server = opened(url)
+    said = server.answer(Conversation(), "q")
+    server.cancel()
+    assert list(said) == [] and server.facts is None
 
 
 def test_cancel_before_the_headers(script: Script) -> None:
@@ -216,10 +256,17 @@ def test_addresses(url: str, whole: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:b", "http://a/v1?x=1",
-                                 "http://user@a", "http://a:99999"])  # fmt: skip
+                                 "http://user@a", "http://a:99999", "http://a..b/", f"http://{'a' * 64}/",
+                                 "http://a b/"])  # fmt: skip
 def test_no_addresses(url: str) -> None:
     with pytest.raises(UsageError, match="127.0.0.1:8000"):
         Address.of(url)
+
+
+def test_a_path_outside_ascii_is_refused_with_what_to_write() -> None:
+    with pytest.raises(UsageError, match="--url http://host/ä: .*%XX"):
+        Address.of("http://host/ä")
+    assert str(Address.of("http://bücher.example/%C3%A4")) == "http://bücher.example:80/%C3%A4"
 
 
 def test_events_are_lines_up_to_an_empty_one() -> None:

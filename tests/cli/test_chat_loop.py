@@ -30,10 +30,16 @@ class Partner:
         self.asked: list[list[dict[str, str]]] = []
         self.stop: dict[str, tuple[int, int]] = {}  # question -> signal, pieces before it
         self.fail: dict[str, Exception] = {}
+        self.late: list[str] = []  # questions whose answer sends a SIGINT when it is complete
+        self.ends: dict[str, TurnFacts] = {}
         self._told = threading.Event()
 
     def answer(self, conversation: Conversation, question: str) -> Iterator[Delta]:
         self.facts = None
+        self._told.clear()
+        return self._answer(conversation, question)
+
+    def _answer(self, conversation: Conversation, question: str) -> Iterator[Delta]:
         self.asked.append(conversation.messages(question))
         pieces = [Delta("reasoning", "hm"), Delta("content", "yes, "), Delta("content", question)]
         number, most = self.stop.get(question, (0, len(pieces)))
@@ -48,7 +54,10 @@ class Partner:
             self._told.clear()
         if question in self.fail:
             raise self.fail[question]
-        self.facts = STOPPED if number else FACTS
+        self.facts = self.ends.get(question, STOPPED if number else FACTS)
+        if question in self.late:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert self._told.wait(30)
 
     def cancel(self) -> None:
         self._told.set()
@@ -140,6 +149,16 @@ def test_a_question_that_was_stopped_before_its_answer_is_forgotten() -> None:
     assert any("forgotten" in text for text in setting.view.seen)
 
 
+def test_a_ctrl_c_behind_the_last_token_is_not_for_the_next_answer() -> None:
+    """A stopped answer without text stays out of the conversation, whoever stopped it."""
+    setting = Setting("one", "two", "three")
+    setting.partner.late = ["one"]
+    setting.partner.stop["two"] = (0, 0)
+    setting.partner.ends["two"] = STOPPED
+    assert setting.run() == 0
+    assert setting.turns == [Turn("one", "yes, one", "hm"), Turn("three", "yes, three", "hm")]
+
+
 def test_a_ctrl_c_between_a_question_and_its_answer_stops_it() -> None:
     setting = Setting("one", "two")
     setting.reader.waiting = "one"
@@ -221,6 +240,32 @@ def test_a_wrong_command_is_told_and_costs_a_script_its_exit_code(
         assert setting.run() == code and len(setting.turns) == 1
         said = capsys.readouterr().err
         assert said.startswith("coli: ") and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["/save {long}", "/load {long}", "/save a\0b", "/load a\0b", "/save ~\0/x",
+                                  "/save /nowhere/x", "/save {fifo}", "/load {fifo}", "/load /dev/zero", "/load {big}",
+                                  "/load {folder}", "/save {folder}", "/load {deep}"])  # fmt: skip
+def test_a_file_that_is_none_is_a_note_and_the_chat_goes_on(
+    tmp_path: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coli.commands._chat_commands.MOST", 1 << 17)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "big").write_text(" " * (1 << 17) + "[]")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    places = {name: tmp_path / name for name in ("fifo", "big", "deep")}
+    line = name.format(long=tmp_path / ("x" * 300), folder=tmp_path, **places)
+    for interactive, code in ((True, 0), (False, 2)):
+        setting = Setting("one", line, "two", interactive=interactive)
+        assert setting.run() == code and [turn.question for turn in setting.turns] == ["one", "two"]
+        said = capsys.readouterr().err
+        assert said.startswith("coli: ") and said.count("\n") == 1
+
+
+def test_half_a_character_cannot_be_saved_and_ends_nothing(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    setting = Setting(f"/save {tmp_path / 'kept'}", "one", interactive=False)
+    setting.conversation.turns.append(Turn("q", "\ud800"))
+    assert setting.run() == 2 and len(setting.turns) == 2
+    assert "cannot write" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_save_and_load(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

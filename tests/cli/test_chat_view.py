@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coli.commands._chat_markdown import Blocks, MarkdownWriter, _Console, harmless
+from coli.commands._chat_markdown import Blocks, MarkdownWriter, _Console
+from coli.commands._output import harmless
 
 ANSWER = """# Title
 

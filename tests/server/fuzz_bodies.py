@@ -115,6 +115,7 @@ _RARE = ("MediaPart", "Unreadable")  # parts that are always refused
 _LIKELY = (  # fields that lead somewhere
     *("tools", "tool_choice", "tool_calls") * 3, "response_format", "text", "output_config", "format", "thinking",
     "stop", "logprobs", "top_logprobs", "stream_options", "prediction", "speculative", "reasoning_content",
+    *("repetition_penalty", "logit_bias") * 2,
 )  # fmt: skip
 
 # what a name means, where the schema's word alone would never come to anything

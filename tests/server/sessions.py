@@ -36,13 +36,13 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coli.answer import quiet
+from coli.answer import AnswerRouter
 from coli.chat import ChatTemplate
 from coli.marks import PROBE
 from coli.models.find import NANO
 from coli.server.openai_reply import token_text
 from coli.session import Request
-from coli.stream import Passage, TextStream
+from coli.stream import TextStream
 from tests.server import frames
 from tests.server.asking import STOPS, TOKENIZER, VOCAB
 from tests.server.frames import Answer
@@ -94,12 +94,12 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
 
 
-def _passages(ask: Ask) -> tuple[Passage, ...]:
+def _sorter(ask: Ask) -> AnswerRouter | None:
     """Of an answer: nano's chats begin with the reasoning or behind it, which the template then closes itself."""
     if "messages" not in ask:
-        return ()
+        return None
     thinks = ask.get("enable_thinking") and ask["messages"][-1]["role"] != "assistant"
-    return quiet("open" if thinks else "closed", False)
+    return AnswerRouter("open" if thinks else "closed")
 
 
 class Cut(NamedTuple):
@@ -111,10 +111,9 @@ class Cut(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, ids: tuple[int, ...], ended: bool, stop: tuple[str, ...], passages: tuple[Passage, ...] = ()) -> Cut:
-        """Of the tokens that came without stop strings, behind which a stop token came if it `ended`. In `passages` no
-        stop string counts."""
-        text = TextStream(TOKENIZER, stop, passages)
+    def of(cls, ids: tuple[int, ...], ended: bool, stop: tuple[str, ...], sorter: AnswerRouter | None = None) -> Cut:
+        """Of the tokens that came without stop strings, behind which a stop token came if it `ended`."""
+        text = TextStream(TOKENIZER, stop, sorter)
         for count, token in enumerate(ids, 1):
             text.push(token)
             if text.stopped:
@@ -277,7 +276,7 @@ class Sides:
         answer = self._alone(_with_logprobs(_without_stop(ask)), stream=stream)
         assert answer.tokens is not None
         ids, stop = tuple(IDS[token["token"]] for token in answer.tokens), tuple(ask.get("stop") or ())
-        cut = Cut.of(ids, answer.finish_reason == "stop", stop, _passages(ask))
+        cut = Cut.of(ids, answer.finish_reason == "stop", stop, _sorter(ask))
         if stop:
             return self._alone(ask, stream=stream), cut
         return answer if _logprobs(ask) else answer.without_tokens(), cut

@@ -257,6 +257,15 @@ def test_tools_are_read_unless_none_may_be_called(tools: Any) -> None:
     assert "weather" not in prepared.prompt and prepared.tools == ()
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_two_tools_of_one_name_are_refused(tools: Any, choice: Any) -> None:
+    other = {"type": "function", "function": {"name": "weather"}}
+    error = refusal(tools, user("Hi"), tools=[WEATHER, other], tool_choice=choice)
+    assert error.param == "tools" and "two are named 'weather'" in str(error)
+    with pytest.raises(ApiError, match="two are named"):
+        count_chat(tools, messages=[user("Hi")], tools=[WEATHER, other])
+
+
 def test_a_call_that_must_come_is_held_to_the_grammar(tools: Any) -> None:
     for choice in ("required", Named("weather")):
         constraint = chat(tools, user("Warm?"), tools=[WEATHER], tool_choice=choice).request.constraint

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from anthropic.types import ErrorResponse
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from starlette.exceptions import HTTPException
 
 from coli.errors import ColiError, NonFinite, PromptTooLong, ReadError, UsageError
@@ -263,3 +263,66 @@ def test_what_asks_for_nothing_is_taken_away() -> None:
         with pytest.raises(ApiError) as caught:
             without({name: value}, only, "in.")
         assert (caught.value.param, caught.value.code) == (f"in.{name}", "unsupported_parameter")
+
+
+# ---- what a request may hold at most ---------------------------------------------------------------------------------
+
+WRONG = [0] * 9
+_BASES = {
+    ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    MessagesRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    ResponsesRequest: {"model": "m", "input": "x"},
+}
+_LISTS = [
+    (ChatRequest, "messages", 16384), (ChatRequest, "stop", 4), (ChatRequest, "tools", 1024),
+    (MessagesRequest, "messages", 16384), (MessagesRequest, "tools", 1024), (MessagesRequest, "system", 4096),
+    (MessagesRequest, "stop_sequences", 64), (ResponsesRequest, "input", 16384), (ResponsesRequest, "tools", 1024),
+    (ResponsesRequest, "include", 16),
+]  # fmt: skip
+_TEXT = {"type": "text", "text": ""}
+_FUNCTION = {"name": "f", "parameters": {}}
+_RIGHT: dict[str, Any] = {
+    "messages": {"role": "user", "content": "x"}, "input": {"role": "user", "content": "x"}, "stop": "a",
+    "stop_sequences": "a", "system": _TEXT, "include": "reasoning.encrypted_content",
+}  # fmt: skip
+_TOOLS: dict[Any, Any] = {
+    ChatRequest: {"type": "function", "function": _FUNCTION}, ResponsesRequest: {"type": "function", **_FUNCTION},
+    MessagesRequest: {"name": "f", "input_schema": {}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "field", "most"), _LISTS)
+def test_a_list_has_a_longest_length(model: type[BaseModel], field: str, most: int) -> None:
+    item = _RIGHT.get(field) or _TOOLS[model]
+    parsed(model, {**_BASES[model], field: [item] * most})
+    with pytest.raises(ApiError, match=f"'{field}': List should have at most {most} items") as caught:
+        parsed(model, {**_BASES[model], field: [item] * (most + 1)})
+    assert caught.value.status == 400 and caught.value.param == field
+
+
+@pytest.mark.parametrize(("model", "field"), [(model, field) for model, field, _ in _LISTS] + [(ChatRequest, "parts"),
+                         (MessagesRequest, "parts"), (ResponsesRequest, "parts")])  # fmt: skip
+def test_of_a_list_the_first_wrong_item_is_the_only_one_told(model: type[BaseModel], field: str) -> None:
+    """pydantic would make an error of each of two million, in seconds and gigabytes."""
+    content: dict[str, Any] = {field: WRONG}
+    if field == "parts":
+        content = {"input" if model is ResponsesRequest else "messages": [{"role": "user", "content": WRONG}] * 9}
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({**_BASES[model], **content})
+    assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize("content", [
+    {f"x{i}": 0 for i in range(5000)}, {"metadata": {f"x{i}": 0 for i in range(5000)}},
+    {"messages": [{f"x{i}": 0 for i in range(5000)}]},
+])  # fmt: skip
+def test_an_object_too_wide_is_refused_before_its_fields(content: dict[str, Any]) -> None:
+    with pytest.raises(ApiError, match="has more than 4,096 fields") as caught:
+        parsed(ChatRequest, {**_BASES[ChatRequest], **content})
+    assert caught.value.status == 400 and caught.value.param == (next(iter(content)) if len(content) == 1 else None)
+
+
+@pytest.mark.parametrize("kind", [UsageError, ReadError, ColiError])
+def test_no_path_of_the_server_reaches_a_client(kind: type[ColiError]) -> None:
+    assert ApiError.of(kind("cannot be read", "/srv/secret/model: layer 3", "look")).message == "cannot be read (look)"
+    assert ApiError.of(kind("cannot be read", "layer 3")).message == "layer 3: cannot be read"

@@ -16,6 +16,7 @@ import pytest
 
 from coli.errors import UsageError
 from coli.server.serving import listen, url
+from tests.conftest import CLI
 from tests.server.live import PATIENCE_S, Live, launch, live
 
 ODD = (sys.executable, str(Path(__file__).parent / "odd.py"))
@@ -140,6 +141,29 @@ def test_a_second_signal_ends_at_once(tmp_path: Path, number: signal.Signals, co
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.get("/health").json()["status"] == "draining")
         assert server.end(number) == code
+
+
+def test_a_thread_that_never_ends_keeps_nobody(tmp_path: Path) -> None:
+    with live(tmp_path, command=[*ODD, "stuck"]) as server:
+        with closing(server.connect()) as connection:
+            connection.request("POST", "/v1/completions", json.dumps(LONG))
+            until((tmp_path / "stuck").exists)
+        assert server.end() == 0
+
+
+def test_a_second_signal_ends_at_once_beside_such_a_thread(tmp_path: Path) -> None:
+    with live(tmp_path, command=[*ODD, "stuck"]) as server, closing(server.connect()) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(LONG))
+        until((tmp_path / "stuck").exists)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping:" in server.stderr())
+        assert server.end() == 143
+
+
+def test_a_closed_stdout_is_none_of_its_business(tmp_path: Path) -> None:
+    with live(tmp_path, command=["/bin/sh", "-c", 'exec "$@" >&-', "sh", *CLI]) as server:
+        assert server.get("/health").status == 200
+        assert server.end() == 0
 
 
 def test_ctrl_c_of_an_idle_server_is_a_clean_end(tmp_path: Path) -> None:

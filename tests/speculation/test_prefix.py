@@ -151,6 +151,17 @@ def test_the_budget_binds_and_pins_go_last(engines):
     assert len(session.prefixes.kept) <= 1
 
 
+def test_a_pin_outlives_turns_that_feed_nothing(engines):
+    """An answer of one token ends where its prompt does; so does a later one of this prompt that asks for no pin."""
+    session, prompt = Session(engines["f32"], checkpoints=1, pins=1), tuple(range(9))
+    for pins in ((9,), (), ()):
+        list(session.steps(Request(prompt, 1, stop_ids=frozenset({-1}), pins=pins)))
+        assert session.prefixes.pinned == 1
+    for n in range(4):
+        list(session.steps(Request((*prompt, 20 + n), 3, stop_ids=frozenset({-1}))))
+    assert session.reusable(prompt) == 9
+
+
 def test_what_others_begin_with_stays_longer_than_the_rest_and_shorter_than_pins(engines):
     engine, never = engines["f32"], frozenset({-1})
     session = Session(engine, checkpoints=2, pins=1)
@@ -162,6 +173,19 @@ def test_what_others_begin_with_stays_longer_than_the_rest_and_shorter_than_pins
     session.prefixes.budget //= 3
     list(session.steps(Request((*range(6), 50, 51), 3, stop_ids=never)))
     assert session.reusable(range(4)) == 0 and session.reusable(range(7)) == 6
+
+
+def test_an_answer_needs_no_checkpoint(engines, monkeypatch):
+    engine, notes = engines["f32"], []
+    session = Session(engine, checkpoints=2)
+
+    def full():
+        raise MemoryError
+
+    monkeypatch.setattr(session.decoder, "copy", full)
+    monkeypatch.setattr(engine, "say", notes.append)
+    list(session.steps(Request((1, 2, 3), 3, stop_ids=frozenset({-1}))))
+    assert session.report.completion_tokens == 3 and session.prefixes.kept == [] and "no memory" in notes[0]
 
 
 def test_no_checkpoints_no_memory(engines):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import pytest
 
-from coli.answer import AnswerRouter, Delta, quiet
+from coli.answer import AnswerRouter, Delta
 from coli.chat import ChatTemplate, Reasoning, reasoning_state
 from coli.models.find import NANO
 from coli.stream import TextStream
@@ -182,7 +183,7 @@ def test_nanos_own_template_comes_apart_again(thinking: bool) -> None:
 
 
 def stopped(pieces: list[bytes], stop: str, start: str, tools: bool) -> tuple[str, bool]:
-    stream = TextStream(Pieces(pieces), [stop], quiet(start, tools))
+    stream = TextStream(Pieces(pieces), [stop], AnswerRouter(start, TOOLS if tools else ()))
     return "".join([*(stream.push(i) for i in range(len(pieces))), stream.flush()]), stream.stopped
 
 
@@ -194,9 +195,11 @@ def stopped(pieces: list[bytes], stop: str, start: str, tools: bool) -> tuple[st
         ("none", "\n<think>a b</think>c b", "b", "\n<think>a b</think>c "),
         ("none", "x <think>a b</think>c", "b", "x <think>a "),  # a late tag is text
         ("closed", "<think>a b", "b", "<think>a "),
-        ("closed", "a\n<tool_call>\nb</tool_call>\n\nb", "b", "a\n<tool_call>\nb</tool_call>\n\n"),
+        ("closed", f"a\n{CALL}\n\n5", "5", f"a\n{CALL}\n\n"),
+        ("closed", f"a\n{CALL}\n\n5", "\n", f"a\n{CALL}\n\n5"),
+        ("closed", "a\n<tool_call>\nb</tool_call>\n\nb", "b", "a\n<tool_call>\n"),  # no call
         ("closed", "a<tool_b", "b", "a<tool_"),
-        ("closed", "<tool_<tool_call>b</tool_call>b", "b", "<tool_<tool_call>b</tool_call>"),
+        ("closed", f"<tool_{HERMES}6", "6", f"<tool_{HERMES}"),
         ("open", "never closed b", "b", "never closed b"),
     ],
 )  # fmt: skip
@@ -209,3 +212,32 @@ def test_a_stop_counts_in_what_the_client_reads(start: str, text: str, stop: str
 
 def test_without_tools_a_stop_counts_in_a_call() -> None:
     assert stopped([b"<tool_call>b"], "b", "closed", False) == ("<tool_call>", True)
+
+
+def test_random_answers_are_cut_in_their_content_alone() -> None:
+    """Served is what the whole answer's content is up to its first stop, and no more is ever shown."""
+    dice, cut = random.Random(3), 0
+    parts = ["<tool_call>", "</tool_call>", CALL, HERMES, "<function=f>\n", "</function>\n", "<think>", "</think>",
+             "\n", "\n\n", " ", "a", "b", "#", "##", "hello", "<", "<tool", "{}"]  # fmt: skip
+    for _ in range(3000):
+        whole = "".join(dice.choice(parts) for _ in range(dice.randint(1, 9)))
+        start, tools = dice.choice(["open", "closed", "none"]), dice.choice([(), TOOLS])
+        stops = dice.sample(["#", "##", "b", "a\n", "hello", "o#"], dice.randint(1, 2))
+        stream = TextStream(Pieces([c.encode() for c in whole]), stops, AnswerRouter(start, tools))
+        text = "".join([*(stream.push(i) for i in range(len(whole))), stream.flush()])
+        assert whole.startswith(text) and (stream.stopped or text == whole)
+        shown, every = sorted_text(text, start, tools), sorted_text(whole, start, tools)
+        assert not any(stop in piece for stop in stops for kind, piece in shown if kind == "content")
+        if stream.stopped:
+            cut += 1
+            assert stream.stop in "".join(piece for kind, piece in every if kind == "content")
+        else:
+            assert not any(stop in piece for stop in stops for kind, piece in every if kind == "content")
+    assert cut > 500
+
+
+def sorted_text(text: str, start: Reasoning, tools: Sequence[Any]) -> list[Part]:
+    """Kinds and texts; neighbours are joined, so a stop that a call stands in the middle of is none."""
+    router = AnswerRouter(start, tools)
+    deltas = router.push(text) + router.flush()
+    return [(delta.kind, delta.text) for delta in deltas]

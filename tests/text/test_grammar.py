@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 import threading
 import weakref
@@ -27,6 +28,7 @@ from coli.session import Request, Session
 from coli.settings import load
 from coli.speculation.options import Speculation
 from coli.tokenizer import Tokenizer
+from coli.tools import functions, parse
 
 nano = Tokenizer.load(NANO)
 VOCAB = 8192 + 40  # more rows than the tokenizer has tokens
@@ -198,6 +200,63 @@ def test_a_text_value_may_hold_all_but_its_end() -> None:
         write(held(tools=TOOLS), f"{head}{value}{tail}")
     for value in ("</parameter>", "</tool_call>", "<|im_start|>"):
         assert refuses(held(tools=TOOLS), head + value)
+
+
+LEVEL = {"enum": ["5", 6, True, None, "True", {"x": 1}]}
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), [
+    ({"const": "a b"}, {"a b": "a b"}, ["a", "a bc", "5"]),
+    ({"type": "string", "const": "5"}, {"5": "5"}, ["6"]),
+    (LEVEL, {"5": "5", "6": 6, "true": True, "null": None, "True": "True", '{"x": 1}': {"x": 1}}, ["7", "None", "x"]),
+    ({"type": ["string", "null"], "enum": ["a", 5, None]}, {"a": "a", "null": None}, ["5"]),
+    ({"anyOf": [{"enum": ["a", "10"]}, {"type": "integer", "minimum": 20}]}, {"a": "a", "10": "10", "21": 21}, ["11"]),
+    ({"$ref": "#/$defs/kind"}, {"fox": "fox"}, ["cat"]),
+    ({"allOf": [{"$ref": "#/$defs/kind"}], "default": "fox"}, {"fox": "fox"}, ["cat"]),
+    ({"type": "string", "maxLength": 3}, {"": "", "aé\n": "aé\n"}, ["abcd"]),
+    ({"type": "string", "minLength": 2, "maxLength": 9999}, {"ab": "ab", "x" * 600: "x" * 600}, ["a"]),
+    ({"anyOf": [{"type": "string"}, {"const": "a"}]}, {"b": "b"}, ["</parameter>"]),
+])  # fmt: skip
+def test_text_that_its_schema_bounds(schema: dict[str, Any], good: dict[str, Any], bad: list[str]) -> None:
+    tool = {"name": "f", "parameters": {"properties": {"v": schema}, "required": ["v"],
+                                        "$defs": {"kind": {"enum": ["fox", "owl"]}}}}  # fmt: skip
+    constraint, head, tail = held(tools=[tool]), "<function=f>\n<parameter=v>\n", "\n</parameter>\n</function>\n"
+    for text, value in good.items():
+        constraint.reset()
+        write(constraint, f"<tool_call>\n{head}{text}{tail}</tool_call><|im_end|>")
+        call = parse(head + text + tail, functions([tool]))
+        assert call is not None
+        found = json.loads(call.arguments)["v"]
+        assert (type(found), found) == (type(value), value)
+    for text in bad:
+        constraint.reset()
+        assert refuses(constraint, f"<tool_call>\n{head}{text}{tail}")
+
+
+@pytest.mark.parametrize("key", ["", " a", "a ", "\t", "\u2028", "a\nb", "a>b"])
+def test_a_parameters_name_that_would_not_come_back_is_refused(key: str) -> None:
+    tool = {"name": "f", "parameters": {"properties": {key: {"type": "string"}}}}
+    with pytest.raises(UsageError, match=re.escape(f"cannot write a parameter named {key!r}")):
+        held(tools=[tool])
+    held(tools=[tool], style="json")
+
+
+def test_a_listed_text_that_would_end_its_value_is_refused() -> None:
+    for schema in ({"enum": ["ok", "x\n</parameter>\n<parameter=b>\ny"]}, {"const": "</tool_call>"}):
+        tool = {"name": "f", "parameters": {"properties": {"a": schema}}}
+        with pytest.raises(UsageError, match="a value listed for 'a': it holds a tag"):
+            held(tools=[tool])
+        held(tools=[tool], style="json")
+    for schema, words in (({"type": "string", "enum": [5]}, "no value listed for 'a'"),
+                          ({"type": "string", "minLength": 3, "maxLength": 2}, "no text has 3")):  # fmt: skip
+        with pytest.raises(UsageError, match=words):
+            held(tools=[{"name": "f", "parameters": {"properties": {"a": schema}}}])
+
+
+def test_references_in_circles_are_text() -> None:
+    loop = {"anyOf": [{"const": "a"}, {"$ref": "#/properties/v"}]}
+    write(held(tools=[{"name": "f", "parameters": {"properties": {"v": loop}}}]),
+          "<tool_call>\n<function=f>\n<parameter=v>\nanything\n</parameter>\n")  # fmt: skip
 
 
 @pytest.mark.parametrize("style", ["xml", "json"])
@@ -393,3 +452,33 @@ def test_grammars_live_as_long_as_their_tokenizer() -> None:
     del tokenizer, one, two
     gc.collect()
     assert gone() is None and held_by not in list(grammar._known.values())
+
+
+# ---- multiples -------------------------------------------------------------------------------------------------------
+
+TOO_MANY = [
+    {"type": "integer", "multipleOf": 99999989},
+    {"type": "number", "multipleOf": 0.99999989},
+    {"type": "number", "multipleOf": 1e300},
+    {"type": "object", "properties": {"a": {"items": [{"multipleOf": 99999989}]}}},
+    {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]},  # meet in their common multiple
+]
+
+
+@pytest.mark.parametrize("schema", TOO_MANY)
+def test_a_multiple_of_too_many_remainders_is_refused(schema: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object",
+                                                                           "properties": {"n": schema}}}}]  # fmt: skip
+    wishes: list[dict[str, Any]] = [{"schema": schema}, {"tools": tools, "style": "json"}]
+    if schema.get("type") in ("integer", "number"):  # others are written as text
+        wishes.append({"tools": tools, "style": "xml"})
+    for wish in wishes:
+        with pytest.raises(UsageError, match="'multipleOf' of .* too many remainders"):
+            constraint_for(nano, VOCAB, STOPS, **wish)
+
+
+def test_usual_multiples_are_followed() -> None:
+    properties = {"price": {"type": "number", "multipleOf": 0.01}, "lot": {"type": "integer", "multipleOf": 1000},
+                  "half": {"type": "number", "multipleOf": 0.5}, "tiny": {"type": "number", "multipleOf": 1e-9}}
+    schema = {"type": "object", "properties": {**properties, "multipleOf": {"type": "null"}}}
+    assert constraint_for(nano, VOCAB, STOPS, schema=schema).mask().any()

@@ -178,6 +178,12 @@ def test_what_is_a_call(body: str, call: tuple[str, Any] | None) -> None:
     assert read(body) == call
 
 
+def test_a_name_with_space_around_it_is_the_tools_or_the_models() -> None:
+    schemas = {"f": {"properties": {" a": {"type": "integer"}, "b": {"type": "integer"}}}}
+    body = "<function=f>" + "".join(f"<parameter={key}>\n5\n</parameter>\n" for key in (" a", " b ", "\u2028"))
+    assert read(body + "</function>", schemas) == ("f", {" a": 5, "b": 5, "\u2028": "5"})
+
+
 def test_every_call_has_its_own_id_and_keeps_its_letters() -> None:
     one, two = (parse("<function=edit><parameter=path>中 é</parameter></function>", SCHEMAS) for _ in range(2))
     assert one and two and one.id != two.id and one.id.startswith("call_")
