@@ -1,8 +1,9 @@
 """A request on its way through the scheduler, and what the two threads that hold it leave each other.
 
 The engine thread puts steps into a deque; one task of the event loop takes them out. Steps reach the reader as they
-gather: it is woken for the first, then at most every `pace` seconds, and at once for the end. A small model makes
-thousands of tokens a second; a wake-up and a write to a socket for each would cost more than the model does.
+gather: it is woken for the first, then at most every `pace` seconds (times the turns that run: each is so much slower),
+and at once for the end. A small model makes thousands of tokens a second; a wake-up and a write to a socket for each
+would cost more than the model does.
 
 No wake-up is lost: a reader says that it sleeps before it looks a last time, the engine thread looks for sleepers after
 it has put a step in place. A wake-up too many only makes it look again.
@@ -81,7 +82,9 @@ class Job:
     Moments are perf_counter's, None until they come: `started_at` a slot was taken, `first_at` the first token was
     delivered. `cached_tokens`: prompt tokens that the slot need not read again."""
 
-    def __init__(self, request: Request, id: str, cancel: Callable[[Job], None]) -> None:
+    def __init__(self, request: Request, id: str, cancel: Callable[[Job], None],
+                 crowd: Callable[[], int] = lambda: 1) -> None:  # fmt: skip
+        """`crowd`: turns that run now, this one too."""
         self.request, self.id = request, id
         self.queued_at = time.perf_counter()
         self.started_at: float | None = None
@@ -92,7 +95,7 @@ class Job:
         self.report: RunReport | None = None  # None: it has not ended, or its turn never began
         self.error: BaseException | None = None  # being cancelled is none
         self.pace: float | None = PACE  # None: the reader waits for the end
-        self._cancel, self._bell = cancel, Bell()
+        self._cancel, self._crowd, self._bell = cancel, crowd, Bell()
         self._steps: deque[Step] = deque()
         self._asleep = False  # the reader wants to hear of anything
         self._accepted = self._over = False
@@ -148,10 +151,10 @@ class Job:
             self._asleep = False
 
     async def _rest(self) -> None:
-        """`pace` seconds, or until the end."""
+        """`pace` seconds for every turn that runs, or until the end."""
         self._bell.clear()
         if not self._over:
-            await self._bell.wait(self.pace)
+            await self._bell.wait(None if self.pace is None else self.pace * max(1, self._crowd()))
 
     # ---- the engine thread's side
     def _accept(self) -> None:

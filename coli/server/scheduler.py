@@ -102,7 +102,7 @@ class Scheduler:
                 raise Draining()
             if len(self._waiting) - len(self._free) >= self.max_queue:  # a free slot's next job hardly waits
                 raise Busy(len(self._waiting), self._retry_s())
-            job = Job(request, id, self._cancel)
+            job = Job(request, id, self._cancel, lambda: self.running)
             self._waiting.append(job)
             self._arrived.append(job)
             self._lock.notify()

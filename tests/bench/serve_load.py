@@ -1,6 +1,6 @@
 """`coli serve` under load, on nano: 32 clients for a minute against one client, and /metrics against both.
 
-    python -m tests.bench.serve_load [--clients 32] [--seconds 60] [--slots 4]
+    python -m tests.bench.serve_load [--clients 32] [--seconds 60] [--slots 1]
 
 A client asks for one streamed answer after the other, sampled, each to another prompt, on a connection of its own; told
 429 it waits as long as Retry-After says. One client alone is measured half as long before and after the load.
@@ -11,7 +11,7 @@ there. The bars:
     counts       /metrics counted what the clients got: turns by finish reason, prompt, cached and answer tokens; and
                  the identities of tests/server/scrape.py hold
     times        mean time to the first token, and from the first to the last of an answer, as the clients saw them:
-                 within a tenth or 15 ms (a stream is written every 10 ms); the median time to the first token lies in
+                 within a tenth or 15 ms (a stream is written every 20 ms); the median time to the first token lies in
                  the bucket of the server's median or in the one beside it
 The last line is JSON.
 """
@@ -105,16 +105,16 @@ def _until(answer: Answer, end: float) -> float:
 
 
 async def phase(port: int, clients: int, seconds: float, seeds: Iterator[int]) -> Phase:
-    async with Client(port) as observer:
-        before = await scraped(observer)
-        answers: list[Answer] = []
-        until = time.perf_counter() + seconds
-        await asyncio.gather(*(one_client(port, next(seeds), until, answers) for _ in range(clients)))
-        return Phase(seconds, answers, await scraped(observer) - before)
+    before = await scraped(port)
+    answers: list[Answer] = []
+    until = time.perf_counter() + seconds
+    await asyncio.gather(*(one_client(port, next(seeds), until, answers) for _ in range(clients)))
+    return Phase(seconds, answers, await scraped(port) - before)
 
 
-async def scraped(client: Client) -> Scrape:
-    return Scrape.of((await client.get("/metrics")).decode())
+async def scraped(port: int) -> Scrape:
+    async with Client(port) as client:
+        return Scrape.of((await client.get("/metrics")).decode())
 
 
 def count_faults(phase: Phase) -> list[str]:
@@ -201,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--slots", type=int, default=1)
     args = parser.parse_args()
     print(json.dumps(run(args.clients, args.seconds, args.slots)))
 
