@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from coli.errors import UsageError
 from coli.report import count, rate
+from coli.sampling import Wished
 
 if TYPE_CHECKING:
     from coli.answer import Delta
@@ -106,18 +107,10 @@ def _text(message: Any, number: int, where: object) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Wishes(Wished):
     """How answers are made. None: what the model itself proposes, or its template, or what the context holds."""
 
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: tuple[str, ...] | None = None
     effort: str | None = None
 

@@ -81,10 +81,10 @@ class OwnEngine:
         ids = self._engine.tokenizer.encode(prompt)
         places = [marks.mark(self._engine.tokenizer.encode, ids, prompt, render, probe(messages))
                   for probe in (marks.system_probe, marks.history_probe)]  # fmt: skip
-        reasoning = reasoning_state(prompt)
+        form = Form(reasoning_state(prompt))
         request = Request(tuple(ids), wishes.max_tokens, self._sampling, wishes.stop or (),
-                          marks=marks.lengths(*places), form=Form(reasoning))  # fmt: skip
-        return request, AnswerRouter(reasoning)
+                          marks=marks.lengths(*places), form=form)  # fmt: skip
+        return request, form.router()
 
 
 def _facts(report: RunReport) -> TurnFacts:

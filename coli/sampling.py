@@ -52,6 +52,20 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 @dataclass(frozen=True)
+class Wished:
+    """What a person or a client may say of the sampling; None leaves it open. What asks for more inherits from it."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How a request picks its tokens. The defaults are greedy, without penalties. Raises UsageError for a bad value."""
 
@@ -81,7 +95,7 @@ class Sampling:
                 raise UsageError(f"{name} is {value!r}, it must be a whole number from 0 to {limit - 1}", name)
 
     @classmethod
-    def wished(cls, wishes: object, own: Mapping[str, Any]) -> Sampling:
+    def wished(cls, wishes: Wished, own: Mapping[str, Any]) -> Sampling:
         """What `wishes` has under these names, None being no wish; else a checkpoint's `own`
         (coli.chat.checkpoint_sampling), else its probabilities as they are."""
         given = {field.name: getattr(wishes, field.name, None) for field in fields(cls)}

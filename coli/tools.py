@@ -19,11 +19,12 @@ Invariant: what a template renders of a call is read back as that call (tests/te
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+from coli import finite_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 Style = Literal["xml", "json"]
@@ -124,24 +125,12 @@ def _parse_xml(body: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str
 def _load(text: str) -> Any:
     """JSON, with raw newlines in strings allowed; `_BROKEN` when it is none. NaN and what is infinite here are none."""
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
+        return finite_json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return _BROKEN
 
 
 _BROKEN = object()
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(text: str) -> float:
-    """1e999 is a number of JSON, but could not be written as one again."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is too large")
-    return number
 
 
 # ---- values by their schema ------------------------------------------------------------------------------------------

@@ -43,6 +43,13 @@ Mirror = Annotated[
 PageCache = Annotated[
     str | None, typer.Option("--page-cache", metavar="auto|keep|drop", help="The system's copy of experts read [auto].")
 ]
+System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]
+Think = Annotated[
+    bool | None, typer.Option("--think/--no-think", help="Let the model think first [as its template says].")
+]
+Effort = Annotated[
+    str | None, typer.Option("--effort", metavar="WORD", help="How hard to think, for templates that ask.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing on stderr but errors.")]
 

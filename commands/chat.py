@@ -40,13 +40,9 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", help="For the server; COLI_API_KEY keeps it out of `ps`.")
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
-    think: Annotated[
-        bool | None, typer.Option("--think/--no-think", help="Let the model think first [as its template says].")
-    ] = None,
-    effort: Annotated[
-        str | None, typer.Option("--effort", metavar="WORD", help="How hard to think, for templates that ask.")
-    ] = None,
+    system: _options.System = None,
+    think: _options.Think = None,
+    effort: _options.Effort = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Tokens of an answer at most.")
     ] = None,

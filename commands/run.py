@@ -80,13 +80,9 @@ def run(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", metavar="N", min=1, help="Tokens at most [what the context holds].")
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
-    think: Annotated[
-        bool | None, typer.Option("--think/--no-think", help="Let the model think first [as its template says].")
-    ] = None,
-    effort: Annotated[
-        str | None, typer.Option("--effort", metavar="WORD", help="How hard to think, for templates that ask.")
-    ] = None,
+    system: _options.System = None,
+    think: _options.Think = None,
+    effort: _options.Effort = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")] = False,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")

@@ -73,7 +73,8 @@ class Answering:
 
     def __init__(self, prepared: Prepared, job: Job) -> None:
         self.prepared, self.job = prepared, job
-        self._router = AnswerRouter(prepared.reasoning, prepared.tools) if prepared.split else None
+        form = prepared.request.form
+        self._router = None if form is None else form.router()
         self._deltas: list[Delta] = []
         self._tokens: list[Scored] = []
         self._reasoning = 0  # tokens

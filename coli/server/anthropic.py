@@ -85,7 +85,8 @@ def _prepared(service: Service, request: schema.MessagesRequest) -> ask.Prepared
     single = request.tool_choice is not None and request.tool_choice.disable_parallel_tool_use
     with renamed(_NAMES):
         prepared = ask.prepare_chat(service, options=_options(request), parallel_tool_calls=not single, **prompt)
-    if prepared.reasoning == "open" and request.thinking and request.thinking.type == "disabled":
+    form, thinking = prepared.request.form, request.thinking
+    if form is not None and form.start == "open" and thinking and thinking.type == "disabled":
         raise unsupported("thinking.type", "this model always thinks", "leave 'thinking' out")
     return prepared
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from coli import marks
 from coli.answer import Form
-from coli.chat import ChatTemplate, Message, Reasoning, checkpoint_sampling, reasoning_state
+from coli.chat import ChatTemplate, Message, checkpoint_sampling, reasoning_state
 from coli.errors import ColiError, ModelError, PromptTooLong, UsageError
-from coli.sampling import Sampling
+from coli.sampling import Sampling, Wished
 from coli.server.errors import ApiError, unsupported
 from coli.server.one_call import OneCall
 from coli.session import Constraint, Request
@@ -66,20 +66,12 @@ class Speculative:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Wished):
     """None: not asked for. `logprobs`: alternatives beside every token's own. `response_format`: OpenAI's object of
     chat completions. `prediction`: what the answer may say, word for word, for drafts to copy from; a hint alone, so
     it says nothing where there are no drafts."""
 
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
@@ -91,15 +83,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Prepared:
-    """`reasoning`: where the answer begins; `tools`: those whose calls are told apart from text; `forced`: behind its
-    reasoning there are calls and nothing else; `split` False: the answer is text alone, whatever stands in it."""
+    """`forced`: behind the answer's reasoning there are calls and nothing else."""
 
     request: Request
     prompt: str
-    reasoning: Reasoning = "none"
-    tools: tuple[Tool, ...] = ()
     forced: bool = False
-    split: bool = True
 
 
 def prepare_chat(
@@ -118,10 +106,10 @@ def prepare_chat(
     constraint = _constraint(engine, options.response_format, read, tool_choice, parallel_tool_calls, prompt, goes_on)
     system, history = _marks(engine, render, messages, bool(read), prompt, ids)
     pins = (history, len(ids)) if options.pin else ()  # of a pinned prompt also what its next turn begins with
-    reasoning = reasoning_state(prompt)
+    form = Form(reasoning_state(prompt), tuple(read))
     request = replace(_request(service, ids, options), constraint=constraint, marks=marks.lengths(system, history),
-                      pins=marks.lengths(*pins), shared=system, form=Form(reasoning, tuple(read)))  # fmt: skip
-    return Prepared(request, prompt, reasoning, tuple(read), forced=tool_choice not in FREE)
+                      pins=marks.lengths(*pins), shared=system, form=form)  # fmt: skip
+    return Prepared(request, prompt, forced=tool_choice not in FREE)
 
 
 def prepare_text(service: Service, prompt: str | Sequence[int], options: Options = Options()) -> Prepared:
@@ -133,7 +121,7 @@ def prepare_text(service: Service, prompt: str | Sequence[int], options: Options
         ids = _fitting(engine, prompt, "prompt")
         text = engine.tokenizer.decode(ids)
     request = replace(_request(service, ids, options), pins=(len(ids),) if options.pin else ())
-    return Prepared(request, text, split=False)
+    return Prepared(request, text)
 
 
 def count_chat(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-import math
 import re
 import traceback
 import uuid
@@ -31,6 +30,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coli import finite_json
 from coli.errors import ColiError
 from coli.server.errors import ApiError, body, loading, openai_body
 from coli.server.options import BODY_LIMIT, ServeOptions, loopback
@@ -206,7 +206,7 @@ def _too_long() -> ApiError:
 def content_of(raw: bytes) -> dict[str, Any]:
     """The JSON object in a body, whose every text can be written as UTF-8. Raises ApiError 400."""
     try:
-        content = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)
+        content = finite_json.loads(raw.decode())
         if b"\\u" in raw:
             json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except UnicodeDecodeError as error:
@@ -220,18 +220,6 @@ def content_of(raw: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _bad_body("it must be an object")
     return content
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    """1e999 is a number to JSON, and infinite here: it could not be written again."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} is too large a number")
-    return number
 
 
 def _bad_body(why: str) -> ApiError:

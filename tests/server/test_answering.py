@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coli.answer import Delta
+from coli.answer import Delta, Form
 from coli.chat import Reasoning
 from coli.errors import ReadError
 from coli.logprobs import Scored
@@ -87,7 +87,7 @@ def steps_of(text: str, size: int = 3) -> list[Step]:
 def read(batches: Sequence[list[Step]], told: RunReport, start: Reasoning = "open", split: bool = True,
          forced: bool = False) -> Answer:  # fmt: skip
     async def run() -> Answer:
-        prepared = Prepared(Request((1,)), "", start, TOOLS, forced, split)
+        prepared = Prepared(Request((1,), form=Form(start, tuple(TOOLS)) if split else None), "", forced)
         answering = Answering(prepared, FakeJob(batches, told))  # type: ignore[arg-type]
         deltas: list[Delta] = []
         tokens: list[Scored] = []
@@ -162,7 +162,7 @@ def test_nobody_is_woken_for_an_answer_in_one_piece(api: str) -> None:
     async def run() -> tuple[float | None, bool]:
         job = FakeJob([steps_of(TEXT)], report())
         job.pace = 1.0
-        answering = Answering(Prepared(Request((1,)), "", "open", TOOLS), job)  # type: ignore[arg-type]
+        answering = Answering(Prepared(Request((1,), form=Form("open", tuple(TOOLS))), ""), job)  # type: ignore[arg-type]
         if api == "openai":
             assert (await answering.whole()).tool_calls
         elif api == "anthropic":
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_the_queue_takes_its_job_along() -> None:
     async def run() -> None:
         job = FakeJob(hangs=True)
         http = FakeHttp(job)
-        begun = asyncio.create_task(Answering.begin(http, Prepared(Request((1,)), "")))  # type: ignore[arg-type]
+        begun = asyncio.create_task(Answering.begin(http, Prepared(Request((1,), form=Form("none")), "")))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert not job.cancelled.is_set()
         http.leaves.set()
@@ -197,7 +197,7 @@ def test_an_answer_cut_short_says_by_whom() -> None:
     async def status(leaves: bool) -> int:
         job = FakeJob([[Step("a")]], report("cancelled"))
         http = FakeHttp(job)
-        answering = await Answering.begin(http, Prepared(Request((1,)), ""))  # type: ignore[arg-type]
+        answering = await Answering.begin(http, Prepared(Request((1,), form=Form("none")), ""))  # type: ignore[arg-type]
         if leaves:
             http.leaves.set()
             await job.cancelled.wait()
@@ -212,7 +212,7 @@ def test_an_answer_cut_short_says_by_whom() -> None:
 def test_the_error_of_a_turn_comes_through_and_nothing_is_left_behind() -> None:
     async def run() -> None:
         job = FakeJob([[Step("a")]], None, ReadError("the disk is gone"))
-        answering = await Answering.begin(FakeHttp(job), Prepared(Request((1,)), ""))  # type: ignore[arg-type]
+        answering = await Answering.begin(FakeHttp(job), Prepared(Request((1,), form=Form("none")), ""))  # type: ignore[arg-type]
         with pytest.raises(ReadError):
             await answering.whole()
         await asyncio.sleep(0)

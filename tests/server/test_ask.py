@@ -57,7 +57,7 @@ def refusal(of: Any, *messages: dict[str, Any], **options: Any) -> ApiError:
 def test_thinking_is_what_was_asked_for(asked: dict[str, Any], tail: str, reasoning: str) -> None:
     prepared = chat(NANO, user("Hi"), **asked)
     assert prepared.prompt == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{tail}"
-    assert prepared.reasoning == reasoning
+    assert prepared.request.form.start == reasoning
     assert prepared.request.prompt_ids == tuple(TOKENIZER.encode(prepared.prompt))
 
 
@@ -102,8 +102,8 @@ def test_a_model_without_a_template_says_where_to_go() -> None:
 def test_the_last_message_of_an_assistant_is_continued() -> None:
     prepared = chat(NANO, user("Hi"), assistant("Hello, <|im_end|> I"))
     assert prepared.prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\nHello, <|im_end|> I")
-    assert prepared.reasoning == "none"  # its content spells a control token: nothing is known behind it
-    assert chat(NANO, user("Hi"), assistant("Hello, I")).reasoning == "closed"
+    assert prepared.request.form.start == "none"  # its content spells a control token: nothing is known behind it
+    assert chat(NANO, user("Hi"), assistant("Hello, I")).request.form.start == "closed"
 
 
 @pytest.mark.parametrize("messages, param", [
@@ -140,7 +140,7 @@ def test_a_text_or_ids_are_taken_as_they_are() -> None:
     ids = tuple(TOKENIZER.encode("Once upon a time"))
     for prompt in ("Once upon a time", list(ids)):
         prepared = prepare_text(NANO, prompt, Options(pin=True))
-        assert (prepared.request.prompt_ids, prepared.prompt, prepared.split) == (ids, "Once upon a time", False)
+        assert (prepared.request.prompt_ids, prepared.prompt, prepared.request.form) == (ids, "Once upon a time", None)
         assert prepared.request.pins == (len(ids),)
     for wrong in ("", [], [8192], [-1], [1 << 70]):
         with pytest.raises(ApiError) as caught:
@@ -251,10 +251,10 @@ def test_drafts_are_switched_and_limited_by_request() -> None:
 
 def test_tools_are_read_unless_none_may_be_called(tools: Any) -> None:
     prepared = chat(tools, user("Warm?"), tools=[WEATHER])
-    assert '"name": "weather"' in prepared.prompt and prepared.tools == (WEATHER,)
+    assert '"name": "weather"' in prepared.prompt and prepared.request.form.tools == (WEATHER,)
     assert prepared.request.constraint is None
     prepared = chat(tools, user("Warm?"), tools=[WEATHER], tool_choice="none")
-    assert "weather" not in prepared.prompt and prepared.tools == ()
+    assert "weather" not in prepared.prompt and prepared.request.form.tools == ()
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none"])
