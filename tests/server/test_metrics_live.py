@@ -21,9 +21,9 @@ def test_what_several_clients_got_is_what_was_counted(server: Live):
 def test_a_refused_request_is_no_turn(server: Live):
     async def refused() -> tuple[int, float]:
         async with Client(server.port) as client:
-            before = await scraped(client)
+            before = await scraped(server.port)
             answer = await client.chat(**ASK, n=2)
-            return answer.status, (await scraped(client) - before)("request_success_total")
+            return answer.status, (await scraped(server.port) - before)("request_success_total")
 
     assert asyncio.run(refused()) == (400, 0)
 
